@@ -1,0 +1,45 @@
+# Two commands on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
+# Each builds the environment it needs; an environment that is up to date costs nothing.
+
+PYTHON ?= python3
+# `make env REQUIREMENTS=requirements.lock` installs the exact tested versions (Python 3.11).
+REQUIREMENTS ?= requirements.txt
+VENV := .venv
+STAMP := $(VENV)/.stamp
+RUN := $(VENV)/bin/python
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-all lint format clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+env: $(STAMP)  ## create .venv with everything that demo and test need
+
+$(STAMP): $(REQUIREMENTS) pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d: set PYTHON=" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $(STAMP)
+
+demo: env  ## warm-start a tiny MoE and compare the methods on CPU; writes runs/demo/
+	$(RUN) -m experiments.compare
+
+test: env  ## core suite
+	$(RUN) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: env  ## core suite, kill and multi-process tests, notebooks
+	$(RUN) -m pytest --nbmake tests $(wildcard notebooks) $(PYTEST_ARGS)
+
+lint: env  ## ruff: lint and format check
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: env  ## ruff: fix and format
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:  ## remove the environment and caches, keep runs/
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

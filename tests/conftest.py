@@ -1,0 +1,30 @@
+"""Settings of every test: CPU unless JAX_PLATFORMS says otherwise, no rank promotion, seeds by name."""
+
+import os
+
+# Before JAX is imported: a visible accelerator must not change what the core suite measures.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of 32 bits derived from the test's own id: stable between runs, different between tests."""
+    return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def key(seed: int) -> jax.Array:
+    return jax.random.key(seed)
