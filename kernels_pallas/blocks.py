@@ -1,0 +1,96 @@
+"""A tensor's magnitudes arranged in blocks, with the maxima that scales are made of. Shared by the quantizing ops."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
+
+from kernels_pallas import formats
+from kernels_pallas.arrays import check_axis, check_block, expand_rows
+from kernels_pallas.formats import Fp4Format
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """BF16-rounded input in blocks along `axis`, which keeps its place: the axis K becomes (K / block, block).
+
+    Attributes:
+      magnitude: int32 float32-bits of |x|, [..., K / block, block] (axis -1) or [..., K / block, block, N] (axis -2).
+      negative: sign bits, same shape.
+      amax: int32 bits of each block's largest finite magnitude; the axis `block` gone.
+      non_finite: bool per block, whether it holds NaN or Inf.
+    """
+
+    magnitude: Int32[Array, "..."]
+    negative: Bool[Array, "..."]
+    amax: Int32[Array, "..."]
+    non_finite: Bool[Array, "..."]
+    axis: int
+    shape: tuple[int, ...]
+
+    def row_amax(self, row_axes: tuple[int, ...]) -> Int32[Array, "..."]:
+        """Bits of each row's largest finite magnitude, those in non-finite blocks included; row axes gone."""
+        return jnp.max(self.amax, axis=row_axes)
+
+    def expand(self, blocks: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """A per-block array, so that it broadcasts against `magnitude`."""
+        return jnp.expand_dims(blocks, self.axis)
+
+    def expand_rows(self, rows: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """A per-row array, so that it broadcasts against `amax`."""
+        return expand_rows(rows, len(self.shape), self.axis)
+
+    def codes(self, magnitude_codes: Int32[Array, "..."]) -> UInt8[Array, "..."]:
+        """4-bit codes in the input's shape: the sign added, except to code 0."""
+        signed = magnitude_codes + jnp.where(self.negative & (magnitude_codes > 0), 8, 0)
+        return signed.astype(jnp.uint8).reshape(self.shape)
+
+
+def split_blocks(x: Shaped[Array, "..."], format: Fp4Format, axis: int) -> Blocks:
+    """Round `x` to BF16 and arrange it in blocks along `axis`.
+
+    Raises TypeError for a dtype that is not bfloat16 or float32, ValueError for an axis that is no whole number of
+    blocks.
+    """
+    check_axis(axis)
+    check_block(x.shape[axis], axis, format)
+    bits = formats.signed_bits(x)
+    split = x.shape[:axis] + (x.shape[axis] // format.block, format.block) + x.shape[x.ndim + axis + 1 :]
+    bits = bits.reshape(split)
+    magnitude = bits & 0x7FFFFFFF
+    # Magnitudes compare like their bits, so maxima are integer maxima: exact, subnormals and NaN included.
+    finite = jnp.where(magnitude < formats.INFINITY_BITS, magnitude, 0)
+    return Blocks(
+        magnitude=magnitude,
+        negative=bits < 0,
+        amax=jnp.max(finite, axis=axis),
+        non_finite=jnp.max(magnitude, axis=axis) >= formats.INFINITY_BITS,
+        axis=axis,
+        shape=x.shape,
+    )
+
+
+def own_scales(
+    blocks: Blocks, row_exponent: UInt8[Array, "..."], format: Fp4Format, multiplier: float = 1 / 6
+) -> UInt8[Array, "..."]:
+    """Scale bytes under the given row exponents (rule 2), poisoned where a block is not finite (rule 4)."""
+    amax = scaled(blocks.amax, blocks.expand_rows(row_exponent), format)
+    return jnp.where(
+        blocks.non_finite, jnp.uint8(format.poison), formats.encode_scales(amax, format, multiplier)
+    )
+
+
+def scaled(
+    magnitude: Int32[Array, "..."], row_exponent: UInt8[Array, "..."], format: Fp4Format
+) -> Float32[Array, "..."]:
+    """|x| / 2^e from the bits of |x|: exact, or below 2^-126, where every use of it counts it as 0."""
+    value = formats.from_bits(magnitude)
+    if not format.has_row_scale:
+        return value
+    return value * formats.power_of_two(formats.ROW_EXPONENT_BIAS - row_exponent.astype(jnp.int32))
+
+
+def threshold_scales(scales: UInt8[Array, "..."], format: Fp4Format) -> Float32[Array, "..."]:
+    """Scales for `formats.nearest_magnitude`: Inf in place of 0, so that scale 0 gives code 0 (rule 3)."""
+    value = formats.decode_scales(scales, format)
+    return jnp.where(value == 0, jnp.inf, value) if format.scale_dtype == "e4m3" else value

@@ -1,0 +1,76 @@
+"""Quantize to FP4 and back."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from kernels_pallas.arrays import Fp4Array, Fp4Codes
+from kernels_pallas.formats import Fp4Format
+from kernels_pallas.implementations import select
+from kernels_pallas.quantize import reference
+
+SCALE_RULES = ("amax", "4over6")
+
+
+def _check(x: Array, format: Fp4Format, axis: int, row_axes: tuple[int, ...], scale_rule: str) -> None:
+    if row_axes not in ((axis,), (-2, -1)):
+        raise ValueError(f"row_axes {row_axes} with axis {axis}; expected ({axis},) or (-2, -1)")
+    if x.ndim < max(-axis, len(row_axes)):
+        raise ValueError(f"shape {x.shape} has too few axes for axis {axis} and row_axes {row_axes}")
+    if scale_rule not in SCALE_RULES:
+        raise ValueError(f"unknown scale_rule {scale_rule!r}; expected one of {SCALE_RULES}")
+    if scale_rule == "4over6" and format.scale_dtype != "e4m3":
+        raise ValueError(f"scale_rule '4over6' needs E4M3 scales; {format.name} has {format.scale_dtype}: use nvfp4")
+
+
+def quantize(
+    x: Shaped[Array, "..."],
+    format: Fp4Format,
+    *,
+    axis: int = -1,
+    row_axes: tuple[int, ...] = (-1,),
+    scale_rule: str = "amax",
+    implementation: str | None = None,
+) -> Fp4Array:
+    """Round `x` to FP4 (numeric contract, rules 1 to 4).
+
+    Args:
+      x: bfloat16 or float32; rounded to BF16 first.
+      axis: the contraction axis, in blocks of `format.block`: -1, or -2 for weights [..., K, N].
+      row_axes: axes that share a row scale: (-1,) for one token or one (token, head), (-2, -1) for one matrix.
+      scale_rule: "amax", or "4over6" (NVFP4, for evaluation): each block maps its maximum to 6 or to 4, whichever
+        gives the lower squared error (a tie keeps 6), with block scales up to 256 when mapped to 6.
+
+    Returns:
+      The packed tensor. A block with NaN or Inf has the NaN scale byte and codes 0.
+
+    Raises:
+      TypeError: other dtypes. ValueError: a size that is no whole number of blocks, an unknown option.
+    """
+    _check(x, format, axis, row_axes, scale_rule)
+    run = select("quantize", implementation, {"reference": reference.quantize})
+    return run(x, format, axis=axis, row_axes=row_axes, scale_rule=scale_rule)
+
+
+def quantize_codes(
+    x: Shaped[Array, "..."],
+    format: Fp4Format,
+    *,
+    axis: int = -1,
+    row_axes: tuple[int, ...] = (-1,),
+    scale_rule: str = "amax",
+) -> Fp4Codes:
+    """`quantize` with one byte per code, `axis` left in place: fuses into the arithmetic around it."""
+    _check(x, format, axis, row_axes, scale_rule)
+    return reference.quantize_codes(x, format, axis=axis, row_axes=row_axes, scale_rule=scale_rule)
+
+
+def operand(a: Fp4Array | Fp4Codes) -> Float[Array, "..."]:
+    """code x block scale in BF16 (exact: at most 6 significant bits), without the row scale: the operand of a GEMM."""
+    a.check()
+    return reference.operand(a)
+
+
+def dequantize(a: Fp4Array | Fp4Codes, dtype: jnp.dtype = jnp.bfloat16) -> Float[Array, "..."]:
+    """code x block scale x row scale, exact in BF16 and wider; NaN throughout a poisoned block."""
+    a.check()
+    return reference.dequantize(a, dtype)
