@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped, UInt8
+from jaxtyping import Array, Shaped
 
 from kernels_pallas.formats import Fp4Format, pack_codes, unpack_codes
 
@@ -29,7 +29,9 @@ def pytree_dataclass(*, static: tuple[str, ...] = ()):
 
         def flatten_with_keys(tree):
             children, structure = flatten(tree)
-            return tuple((jax.tree_util.GetAttrKey(n), c) for n, c in zip(leaves, children, strict=True)), structure
+            return tuple(
+                (jax.tree_util.GetAttrKey(n), c) for n, c in zip(leaves, children, strict=True)
+            ), structure
 
         def unflatten(structure, children):
             tree = object.__new__(cls)
@@ -81,7 +83,9 @@ def expand_rows(rows: Shaped[Array, "..."], ndim: int, axis: int) -> Shaped[Arra
         return jnp.expand_dims(rows, axis)
     if missing == 2:
         return rows[..., None, None]
-    raise ValueError(f"per-row array of shape {rows.shape} for a tensor of {ndim} axes; expected {ndim - 1} or {ndim - 2}")
+    raise ValueError(
+        f"per-row array of shape {rows.shape} for a tensor of {ndim} axes; expected {ndim - 1} or {ndim - 2}"
+    )
 
 
 @pytree_dataclass(static=("format", "axis"))
@@ -204,5 +208,9 @@ class Fp4Array:
             if row_exponent.ndim == codes.ndim - 1 and row_exponent.shape[-1] == 1:
                 row_exponent = row_exponent[..., 0]
         return cls(
-            words=pack_codes(values, axis), scales=scales, row_exponent=row_exponent, format=codes.format, axis=axis
+            words=pack_codes(values, axis),
+            scales=scales,
+            row_exponent=row_exponent,
+            format=codes.format,
+            axis=axis,
         )

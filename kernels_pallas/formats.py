@@ -7,7 +7,6 @@ numbers in the docstrings are those of the numeric contract.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8, UInt32
@@ -15,7 +14,15 @@ from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8, UInt32
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of each 3-bit code; bit 3 of a 4-bit code is the sign."""
 
-MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+MIDPOINTS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
 """Midpoints of neighbouring E2M1 magnitudes, and whether a tie goes up (to the even code)."""
 
 INFINITY_BITS = 0x7F800000  # float32 bits of a magnitude at or above this are Inf or NaN
@@ -74,7 +81,9 @@ def round_to_bf16(x: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
     not rounded at all.
     """
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
-        raise TypeError(f"cannot quantize {x.dtype} values; expected bfloat16 or float32: cast the input first")
+        raise TypeError(
+            f"cannot quantize {x.dtype} values; expected bfloat16 or float32: cast the input first"
+        )
     if x.dtype == jnp.bfloat16:
         return x.astype(jnp.float32)
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.float32)
@@ -109,7 +118,9 @@ def _ceil_log2_ratio(bits: Int32[Array, "*shape"], divisor: float) -> Int32[Arra
     return (bits >> 23) - 127 - exponent + ((bits & 0x7FFFFF) > threshold).astype(jnp.int32)
 
 
-def row_exponent_from_amax(amax_bits: Int32[Array, "*shape"], divisor: float = 2688.0) -> UInt8[Array, "*shape"]:
+def row_exponent_from_amax(
+    amax_bits: Int32[Array, "*shape"], divisor: float = 2688.0
+) -> UInt8[Array, "*shape"]:
     """Exponent byte e + 127 of the row scale, e = clip(ceil(log2(amax / divisor)), -100, 116) (rule 1).
 
     `amax_bits` are the float32 bits of the row's largest finite magnitude. 2688 = 6 x 448; zero and subnormal amax
@@ -198,7 +209,9 @@ def _pack(values: Array, bits: int, dtype: jnp.dtype, axis: int) -> Array:
     count = dtype.itemsize * 8 // bits
     size = values.shape[axis]
     if size % count:
-        raise ValueError(f"cannot pack axis {axis} of size {size} in shape {values.shape}: not a multiple of {count}")
+        raise ValueError(
+            f"cannot pack axis {axis} of size {size} in shape {values.shape}: not a multiple of {count}"
+        )
     split = values.shape[:axis] + (size // count, count) + values.shape[values.ndim + axis + 1 :]
     values = values.reshape(split).astype(jnp.uint32)
     word = jnp.uint32(0)

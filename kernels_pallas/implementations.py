@@ -11,5 +11,7 @@ def select(op: str, implementation: str | None, table: Mapping[str, Callable]) -
     """
     name = "reference" if implementation is None else implementation
     if name not in table:
-        raise ValueError(f"{op} has no implementation {name!r}; available: {sorted(table)}, or None to choose")
+        raise ValueError(
+            f"{op} has no implementation {name!r}; available: {sorted(table)}, or None to choose"
+        )
     return table[name]

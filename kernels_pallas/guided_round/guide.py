@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-
 import jax.numpy as jnp
 
 from kernels_pallas.arrays import check_block, check_leaf, pytree_dataclass, resize_axis
@@ -42,7 +41,9 @@ class Guide:
             raise ValueError(f"unknown guidance mode {self.mode!r}; expected one of {MODES}")
         for mode, name in (("mantissa", "mantissa"), ("full", "words")):
             if self.mode == mode and getattr(self, name) is None:
-                raise ValueError(f"guidance mode {mode!r} needs `{name}`, which is None; record it, or use 'scale'")
+                raise ValueError(
+                    f"guidance mode {mode!r} needs `{name}`, which is None; record it, or use 'scale'"
+                )
 
     def check(self, shape: tuple[int, ...], format: Fp4Format, axis: int, row_axes: tuple[int, ...]) -> None:
         """Raise TypeError or ValueError if the record does not fit a tensor of `shape`."""
@@ -58,5 +59,3 @@ class Guide:
             check_leaf("guide.mantissa", self.mantissa, jnp.uint8, resize_axis(shape, axis, size // 8))
         if self.mode == "full":
             check_leaf("guide.words", self.words, jnp.uint32, resize_axis(shape, axis, size // 8))
-
-

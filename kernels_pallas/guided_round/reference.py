@@ -40,7 +40,9 @@ def guided_round(
         high = jnp.minimum(code + jnp.where(code == 0, off_zero, y > value), 7)
         guided = jnp.where(_take_high(guide, low, high, blocks, axis), high, low)
         code = jnp.where(blocks.expand(blocks.expand_rows(usable)), guided, code)
-    return Fp4Codes(codes=blocks.codes(code), scales=scales, row_exponent=row_exponent, format=format, axis=axis)
+    return Fp4Codes(
+        codes=blocks.codes(code), scales=scales, row_exponent=row_exponent, format=format, axis=axis
+    )
 
 
 def _take_high(
@@ -62,7 +64,9 @@ def _smallest_off_zero(
     An integer comparison, since |x| or |x| / 2^e may be a subnormal that the backend flushes.
     """
     e = row_exponent.astype(jnp.int32) - formats.ROW_EXPONENT_BIAS
-    subnormal = jnp.int32(1) << jnp.clip(e + 23, 16, 22)  # 2^(e - 126) in steps of 2^-149, from BF16's least up
+    subnormal = jnp.int32(1) << jnp.clip(
+        e + 23, 16, 22
+    )  # 2^(e - 126) in steps of 2^-149, from BF16's least up
     smallest = blocks.expand_rows(jnp.where(e >= 0, (e + 1) << 23, subnormal))
     usable = ~formats.poisoned(scales, format)
     if format.scale_dtype == "e4m3":

@@ -19,7 +19,9 @@ def _check(x: Array, format: Fp4Format, axis: int, row_axes: tuple[int, ...], sc
     if scale_rule not in SCALE_RULES:
         raise ValueError(f"unknown scale_rule {scale_rule!r}; expected one of {SCALE_RULES}")
     if scale_rule == "4over6" and format.scale_dtype != "e4m3":
-        raise ValueError(f"scale_rule '4over6' needs E4M3 scales; {format.name} has {format.scale_dtype}: use nvfp4")
+        raise ValueError(
+            f"scale_rule '4over6' needs E4M3 scales; {format.name} has {format.scale_dtype}: use nvfp4"
+        )
 
 
 def quantize(

@@ -1,0 +1,44 @@
+"""The one contraction that all GEMMs here are made of: operands as given, FP32 accumulation, both directions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """float64 for float64 operands, else float32."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _contract(spec: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(spec, x, y, preferred_element_type=accumulator_dtype(x.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum(spec: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`jnp.einsum(spec, x, y)` of two operands of one dtype, accumulated and returned in FP32 (FP64 for float64).
+
+    Backward, the cotangent is cast to the operands' dtype first, so that both backward GEMMs have (BF16) operands of
+    the same kind as the forward one, and accumulates in FP32; without that the cotangent's GEMMs would run in FP32.
+    Every index of an operand must occur in the other operand or in the result.
+    """
+    return _contract(spec, x, y)
+
+
+def _forward(spec, x, y):
+    return _contract(spec, x, y), (x, y)
+
+
+def _backward(spec, residuals, g):
+    x, y = residuals
+    inputs, out = spec.split("->")
+    left, right = inputs.split(",")
+    g = g.astype(x.dtype)
+    dx = _contract(f"{out},{right}->{left}", g, y)
+    dy = _contract(f"{left},{out}->{right}", x, g)
+    return dx.astype(x.dtype), dy.astype(y.dtype)
+
+
+einsum.defvjp(_forward, _backward)

@@ -1,0 +1,47 @@
+"""Matmul of rows grouped by expert with that expert's weights."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.implementations import select
+from kernels_pallas.matmul.api import check_dtypes, check_operand
+
+
+def grouped_matmul(
+    x: Shaped[Array, "..."] | Fp4Array,
+    w: Shaped[Array, "..."] | Fp4Array,
+    group_sizes: Shaped[Array, "..."],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "r n"]:
+    """Rows of x [R, K], sorted by group, each times its group's matrix of w [E, K, N], accumulated in FP32.
+
+    Args:
+      x: bfloat16, float32 or float64 array, or an Fp4Array along axis -1.
+      w: an array of the dtype of `x`, or an Fp4Array along axis -2.
+      group_sizes: int32 [E], rows of each group; groups may be empty. Their sum must not exceed R.
+
+    Returns:
+      float32 [R, N] (float64 for float64 operands); zeros for rows past the sum of `group_sizes`. A NaN in one
+      group's rows or weights leaves all other rows, and other groups' gradients, bitwise unchanged. Differentiable
+      in array operands: the cotangent is cast to their dtype before the backward GEMMs, which accumulate in FP32.
+
+    Raises:
+      TypeError for operands of different or unsupported dtypes, ValueError for shapes that do not fit.
+    """
+    check_operand("x", x, -1)
+    check_operand("w", w, -2)
+    check_dtypes(x, w)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"cannot multiply x {x.shape} by w {w.shape}; expected [R, K] and [E, K, N]")
+    if group_sizes.dtype != jnp.int32:
+        raise TypeError(f"group_sizes is {group_sizes.dtype}; expected int32")
+    if group_sizes.shape != w.shape[:1]:
+        raise ValueError(
+            f"group_sizes has shape {group_sizes.shape}; expected {w.shape[:1]}, one size per expert of w"
+        )
+    return select("grouped_matmul", implementation, {"reference": reference.grouped_matmul})(
+        x, w, group_sizes
+    )

@@ -1,0 +1,62 @@
+"""The KV cache as a pytree."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kernels_pallas import formats
+from kernels_pallas.arrays import Fp4Array, check_block, pytree_dataclass
+from kernels_pallas.formats import Fp4Format
+
+
+@pytree_dataclass()
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KVCache:
+    """Keys and values of one layer, [B, S, H, Dh], or of stacked layers, [L, B, S, H, Dh].
+
+    Attributes:
+      k, v: Fp4Array along the head dimension (one row per token and head), or bfloat16 arrays.
+    """
+
+    k: Any
+    v: Any
+
+    @property
+    def format(self) -> Fp4Format | None:
+        """Format of the entries; None for bfloat16."""
+        return self.k.format if isinstance(self.k, Fp4Array) else None
+
+    @property
+    def length(self) -> int:
+        """Entries per sequence, S."""
+        return self.k.shape[-3]
+
+
+def init_cache(
+    batch: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    format: Fp4Format | None,
+    *,
+    layers: int | None = None,
+) -> KVCache:
+    """A cache of zeros for `length` entries per sequence; `format` None keeps BF16, `layers` stacks a leading axis.
+
+    ValueError if `head_dim` is no whole number of blocks.
+    """
+    shape = (batch, length, kv_heads) if layers is None else (layers, batch, length, kv_heads)
+
+    def zeros():
+        if format is None:
+            return jnp.zeros((*shape, head_dim), jnp.bfloat16)
+        check_block(head_dim, -1, format)
+        return Fp4Array(
+            words=jnp.zeros((*shape, head_dim // 8), jnp.uint32),
+            scales=jnp.zeros((*shape, head_dim // format.block), jnp.uint8),
+            row_exponent=jnp.full(shape, formats.ROW_EXPONENT_BIAS, jnp.uint8),
+            format=format,
+        )
+
+    return KVCache(k=zeros(), v=zeros())

@@ -1,0 +1,32 @@
+"""Writes to the KV cache in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.quantize.reference import quantize
+
+
+def append(
+    cache: KVCache,
+    k: Float[Array, "b t h d"],
+    v: Float[Array, "b t h d"],
+    positions: Int32[Array, "b t"],
+    valid: Bool[Array, "b t"],
+) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
+    """See `api.append`."""
+    length = cache.length
+    # Scatters wrap negative indices around; everything that must not be written goes past the end and is dropped.
+    index = jnp.where(valid & (positions >= 0) & (positions < length), positions, length)
+    batch = jnp.arange(index.shape[0])[:, None]
+
+    def write(entries, new):
+        return jax.tree.map(lambda old, row: old.at[batch, index].set(row, mode="drop"), entries, new)
+
+    if cache.format is None:
+        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+        return KVCache(k=write(cache.k, k), v=write(cache.v, v)), None, None
+    k_q, v_q = quantize(k, cache.format), quantize(v, cache.format)
+    return KVCache(k=write(cache.k, k_q), v=write(cache.v, v_q)), k_q, v_q
