@@ -1,1 +1,1 @@
-"""FP4 arithmetic in JAX: NVFP4 and MXFP4 formats and the operations on them. Knows nothing of models or RL."""
+"""FP4 arithmetic in JAX: the NVFP4 and MXFP4 formats and operations on them. Knows no models and no RL."""

@@ -1,8 +1,9 @@
 """FP4 tensors as pytrees: unpacked codes for arithmetic, packed 4-bit words for storage.
 
-Layout, shared by both: values are grouped along one axis (`axis`, -1 or -2), the contraction axis. `row_exponent` has
-one byte per row; how many trailing axes form a row follows from its rank: one fewer axis than the tensor when a row
-runs along `axis` only (activations, K and V), two fewer when it is a whole matrix (weights, one scale per expert).
+Layout, shared by both: values are grouped along one axis (`axis`, -1 or -2), the contraction axis.
+`row_exponent` has one byte per row; how many trailing axes form a row follows from its rank: one fewer axis
+than the tensor when a row runs along `axis` only (activations, K and V), two fewer when it is a whole matrix
+(weights, one scale per expert).
 """
 
 import dataclasses
@@ -16,9 +17,10 @@ from kernels_pallas.formats import Fp4Format, pack_codes, unpack_codes
 
 
 def pytree_dataclass(*, static: tuple[str, ...] = ()):
-    """Class decorator: register a dataclass as a pytree whose `static` fields are part of the tree's structure.
+    """Class decorator: register a dataclass as a pytree; `static` fields are part of the tree's structure.
 
-    Unflattening skips `__init__` and so its checks: transformations put placeholders of every kind into leaves.
+    Unflattening skips `__init__` and so its checks: transformations put placeholders of every kind into
+    leaves.
     """
 
     def register(cls):
@@ -73,11 +75,11 @@ def check_block(size: int, axis: int, format: Fp4Format) -> None:
 
 def resize_axis(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
     """`shape` with negative `axis` of another size."""
-    return shape[:axis] + (size,) + shape[len(shape) + axis + 1 :]
+    return (*shape[:axis], size, *shape[len(shape) + axis + 1:])
 
 
 def expand_rows(rows: Shaped[Array, "..."], ndim: int, axis: int) -> Shaped[Array, "..."]:
-    """A per-row array with its row axes back as size 1, so that it broadcasts against a tensor of `ndim` axes."""
+    """A per-row array with its row axes back as size 1, to broadcast against a tensor of `ndim` axes."""
     missing = ndim - rows.ndim
     if missing == 1:
         return jnp.expand_dims(rows, axis)
@@ -144,8 +146,8 @@ class Fp4Array:
       row_exponent: uint8, biased exponent of the power-of-two row scale (127 = 2^0, always so for MXFP4).
       format, axis: static; `axis` is -1 (activations, K and V) or -2 (weights [..., K, N]).
 
-    Invariant: words, scales and row_exponent share their leading axes, so slicing, scanning, mapping or sharding a
-    leading axis of every leaf gives the FP4 tensor of that slice.
+    Invariant: words, scales and row_exponent share their leading axes, so slicing, scanning, mapping or
+    sharding a leading axis of every leaf gives the FP4 tensor of that slice.
     """
 
     words: Any
@@ -198,7 +200,7 @@ class Fp4Array:
 
     @classmethod
     def from_codes(cls, codes: Fp4Codes, axis: int = -1) -> "Fp4Array":
-        """Pack `codes`. Last-axis codes packed to `axis` -2 have their last two axes swapped; `unpack` inverts it."""
+        """Pack `codes`, along `axis`. Codes along -1 packed along -2 have their last two axes swapped."""
         check_axis(axis)
         values, scales, row_exponent = codes.codes, codes.scales, codes.row_exponent
         if codes.axis != axis:

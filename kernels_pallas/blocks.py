@@ -1,4 +1,4 @@
-"""A tensor's magnitudes arranged in blocks, with the maxima that scales are made of. Shared by the quantizing ops."""
+"""A tensor's magnitudes in blocks, and the maxima that scales are made of. Shared by the quantizing ops."""
 
 import dataclasses
 
@@ -12,10 +12,11 @@ from kernels_pallas.formats import Fp4Format
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """BF16-rounded input in blocks along `axis`, which keeps its place: the axis K becomes (K / block, block).
+    """BF16-rounded input in blocks along `axis`, which keeps its place: axis K becomes (K / block, block).
 
     Attributes:
-      magnitude: int32 float32-bits of |x|, [..., K / block, block] (axis -1) or [..., K / block, block, N] (axis -2).
+      magnitude: int32 float32-bits of |x|, [..., K / block, block] (axis -1) or [..., K / block, block, N]
+        (axis -2).
       negative: sign bits, same shape.
       amax: int32 bits of each block's largest finite magnitude; the axis `block` gone.
       non_finite: bool per block, whether it holds NaN or Inf.
@@ -49,13 +50,13 @@ class Blocks:
 def split_blocks(x: Shaped[Array, "..."], format: Fp4Format, axis: int) -> Blocks:
     """Round `x` to BF16 and arrange it in blocks along `axis`.
 
-    Raises TypeError for a dtype that is not bfloat16 or float32, ValueError for an axis that is no whole number of
-    blocks.
+    Raises TypeError for a dtype that is not bfloat16 or float32, ValueError for an axis that is no whole
+    number of blocks.
     """
     check_axis(axis)
     check_block(x.shape[axis], axis, format)
     bits = formats.signed_bits(x)
-    split = x.shape[:axis] + (x.shape[axis] // format.block, format.block) + x.shape[x.ndim + axis + 1 :]
+    split = (*x.shape[:axis], x.shape[axis] // format.block, format.block, *x.shape[x.ndim + axis + 1:])
     bits = bits.reshape(split)
     magnitude = bits & 0x7FFFFFFF
     # Magnitudes compare like their bits, so maxima are integer maxima: exact, subnormals and NaN included.

@@ -1,4 +1,4 @@
-"""The one contraction that all GEMMs here are made of: operands as given, FP32 accumulation, both directions."""
+"""The one contraction that all GEMMs here are made of: FP32 accumulation, forward and backward."""
 
 import functools
 
@@ -18,11 +18,11 @@ def _contract(spec: str, x: Array, y: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum(spec: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`jnp.einsum(spec, x, y)` of two operands of one dtype, accumulated and returned in FP32 (FP64 for float64).
+    """`jnp.einsum` of two operands of one dtype, accumulated and returned in FP32 (FP64 for float64).
 
-    Backward, the cotangent is cast to the operands' dtype first, so that both backward GEMMs have (BF16) operands of
-    the same kind as the forward one, and accumulates in FP32; without that the cotangent's GEMMs would run in FP32.
-    Every index of an operand must occur in the other operand or in the result.
+    Backward, the cotangent is cast to the operands' dtype first, so that both backward GEMMs have (BF16)
+    operands of the same kind as the forward one, and accumulates in FP32; without that the cotangent's GEMMs
+    would run in FP32. Every index of an operand must occur in the other operand or in the result.
     """
     return _contract(spec, x, y)
 

@@ -1,8 +1,8 @@
 """Number formats: E2M1 codes, E4M3 and E8M0 block scales, power-of-two row scales, and their packing.
 
 Everything here is exact on every backend: exponents are read from bits, products have few enough significant
-bits to be exact in float32, and nothing is divided (float32 division is not correctly rounded on GPUs). The rule
-numbers in the docstrings are those of the numeric contract.
+bits to be exact in float32, and nothing is divided (float32 division is not correctly rounded on GPUs). The
+rule numbers in the docstrings are those of the numeric contract.
 """
 
 import dataclasses
@@ -38,7 +38,8 @@ class Fp4Format:
       name: "nvfp4" or "mxfp4".
       block: values that share one scale byte, along the contraction axis.
       scale_dtype: "e4m3" or "e8m0", the meaning of a scale byte.
-      has_row_scale: whether a row carries a power-of-two scale of its own (else its exponent byte is 127, 2^0).
+      has_row_scale: whether a row carries a power-of-two scale of its own (else its exponent byte is 127,
+        2^0).
     """
 
     name: str
@@ -71,14 +72,14 @@ def get_format(name: str) -> Fp4Format:
     return _FORMATS[name]
 
 
-# --- rounding and bits -------------------------------------------------------------------------------------------
+# --- rounding and bits ----------------------------------------------------------------------------
 
 
 def round_to_bf16(x: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """`x` rounded to nearest-even BF16, held in float32. TypeError for other than float64, float32, bfloat16.
 
-    An explicit `reduce_precision`: XLA removes a float32 -> bfloat16 -> float32 pair of casts, and the value is then
-    not rounded at all.
+    An explicit `reduce_precision`: XLA removes a float32 -> bfloat16 -> float32 pair of casts, and the value
+    is then not rounded at all.
     """
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
         raise TypeError(
@@ -123,21 +124,22 @@ def row_exponent_from_amax(
 ) -> UInt8[Array, "*shape"]:
     """Exponent byte e + 127 of the row scale, e = clip(ceil(log2(amax / divisor)), -100, 116) (rule 1).
 
-    `amax_bits` are the float32 bits of the row's largest finite magnitude. 2688 = 6 x 448; zero and subnormal amax
-    fall below the clip.
+    `amax_bits` are the float32 bits of the row's largest finite magnitude. 2688 = 6 x 448; zero and subnormal
+    amax fall below the clip.
     """
     e = jnp.clip(_ceil_log2_ratio(amax_bits, divisor), MIN_EXPONENT, MAX_ROW_EXPONENT)
     return (e + ROW_EXPONENT_BIAS).astype(jnp.uint8)
 
 
-# --- block scales ------------------------------------------------------------------------------------------------
+# --- block scales ---------------------------------------------------------------------------------
 
 
 def encode_e4m3(value: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """E4M3 byte of 0 <= value, nearest even, clipped to 448 first, subnormals kept (rule 2)."""
     value = jnp.minimum(value, 448.0)
     bits = lax.bitcast_convert_type(value, jnp.int32)
-    # Round the 23-bit mantissa to 3 bits (a carry moves on into the exponent), then change the exponent's bias.
+    # Round the 23-bit mantissa to 3 bits (a carry moves on into the exponent), then change the exponent's
+    # bias.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = jnp.round(value * 512.0).astype(jnp.int32)  # multiples of 2^-9; 8 is the first normal byte
     return jnp.where(value < 2.0**-6, subnormal, normal).astype(jnp.uint8)
@@ -172,14 +174,14 @@ def decode_scales(scales: UInt8[Array, "*shape"], format: Fp4Format) -> Float32[
     return jnp.where(poisoned(scales, format), jnp.nan, value)
 
 
-# --- E2M1 codes --------------------------------------------------------------------------------------------------
+# --- E2M1 codes -----------------------------------------------------------------------------------
 
 
 def nearest_magnitude(y: Float32[Array, "*shape"], scale: Float32[Array, "*scale"]) -> Int32[Array, "*out"]:
     """3-bit code of y >= 0 under a block scale: how many midpoint x scale products it exceeds (rule 3).
 
-    The products are exact in float32, so ties are seen exactly and go to the even code. A NaN or infinite `scale`
-    gives code 0 (callers pass Inf for scale 0).
+    The products are exact in float32, so ties are seen exactly and go to the even code. A NaN or infinite
+    `scale` gives code 0 (callers pass Inf for scale 0).
     """
     code = jnp.int32(0)
     for midpoint, tie_up in MIDPOINTS:
@@ -189,7 +191,7 @@ def nearest_magnitude(y: Float32[Array, "*shape"], scale: Float32[Array, "*scale
 
 
 def magnitude_value(code: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Value of a 3-bit code, by arithmetic: 0, .5, 1, 1.5, 2 | 3, 4 | 6 is linear in the code between the bars."""
+    """Value of a 3-bit code, by arithmetic: 0, .5, 1, 1.5, 2 | 3, 4 | 6 is linear between the bars."""
     halves = code + jnp.maximum(code - 4, 0) + 2 * jnp.maximum(code - 6, 0)
     return halves.astype(jnp.float32) * 0.5
 
@@ -201,7 +203,7 @@ def decode_codes(codes: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return jnp.where(code >= 8, -value, value)
 
 
-# --- packing -----------------------------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------------------
 
 
 def _pack(values: Array, bits: int, dtype: jnp.dtype, axis: int) -> Array:
@@ -212,7 +214,7 @@ def _pack(values: Array, bits: int, dtype: jnp.dtype, axis: int) -> Array:
         raise ValueError(
             f"cannot pack axis {axis} of size {size} in shape {values.shape}: not a multiple of {count}"
         )
-    split = values.shape[:axis] + (size // count, count) + values.shape[values.ndim + axis + 1 :]
+    split = (*values.shape[:axis], size // count, count, *values.shape[values.ndim + axis + 1:])
     values = values.reshape(split).astype(jnp.uint32)
     word = jnp.uint32(0)
     for i in range(count):
@@ -224,7 +226,7 @@ def _unpack(words: Array, bits: int, axis: int) -> UInt8[Array, "..."]:
     count = words.dtype.itemsize * 8 // bits
     shifts = jnp.arange(count, dtype=jnp.uint32).reshape((count,) + (1,) * (-axis - 1)) * bits
     values = (jnp.expand_dims(words.astype(jnp.uint32), axis) >> shifts) & (2**bits - 1)
-    shape = words.shape[:axis] + (words.shape[axis] * count,) + words.shape[words.ndim + axis + 1 :]
+    shape = (*words.shape[:axis], words.shape[axis] * count, *words.shape[words.ndim + axis + 1:])
     return values.astype(jnp.uint8).reshape(shape)
 
 

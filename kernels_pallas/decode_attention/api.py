@@ -18,10 +18,10 @@ def attend(
 ) -> Float[Array, "b t hq dv"]:
     """Grouped-query attention of q over k and v where `mask`; what the trainer runs, and `attention` itself.
 
-    Scores and softmax in FP32, probabilities cast to the dtype of `q` for the second GEMM, FP32 accumulation. Query
-    heads hq = g x h are grouped by KV head (query head i uses KV head i // g). A query whose mask is all False gives
-    zeros. `scale` multiplies the scores, d^-0.5 unless stated. Differentiable; backward GEMMs have operands of the
-    dtype of `q`.
+    Scores and softmax in FP32, probabilities cast to the dtype of `q` for the second GEMM, FP32 accumulation.
+    Query heads hq = g x h are grouped by KV head (query head i uses KV head i // g). A query whose mask is
+    all False gives zeros. `scale` multiplies the scores, d^-0.5 unless stated. Differentiable; backward GEMMs
+    have operands of the dtype of `q`.
     """
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} KV heads; expected a multiple")
@@ -40,8 +40,8 @@ def attention(
 ) -> Float[Array, "b t hq d"]:
     """Attention of `q` at `positions` (int32) over cache entries s <= position, its own entry included.
 
-    FP4 entries are dequantized exactly to BF16; see `attend` for the arithmetic. ValueError or TypeError for shapes
-    or dtypes that do not fit.
+    FP4 entries are dequantized exactly to BF16; see `attend` for the arithmetic. ValueError or TypeError for
+    shapes or dtypes that do not fit.
     """
     if q.shape[0] != cache.k.shape[0] or q.shape[3] != cache.k.shape[3] or q.shape[2] % cache.k.shape[2]:
         raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [B, S, H, Dh]")

@@ -24,9 +24,10 @@ def grouped_matmul(
       group_sizes: int32 [E], rows of each group; groups may be empty. Their sum must not exceed R.
 
     Returns:
-      float32 [R, N] (float64 for float64 operands); zeros for rows past the sum of `group_sizes`. A NaN in one
-      group's rows or weights leaves all other rows, and other groups' gradients, bitwise unchanged. Differentiable
-      in array operands: the cotangent is cast to their dtype before the backward GEMMs, which accumulate in FP32.
+      float32 [R, N] (float64 for float64 operands); zeros for rows past the sum of `group_sizes`. A NaN in
+      one group's rows or weights leaves all other rows, and other groups' gradients, bitwise unchanged.
+      Differentiable in array operands: the cotangent is cast to their dtype before the backward GEMMs, which
+      accumulate in FP32.
 
     Raises:
       TypeError for operands of different or unsupported dtypes, ValueError for shapes that do not fit.

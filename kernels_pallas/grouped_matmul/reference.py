@@ -1,7 +1,7 @@
-"""Grouped matmul in plain JAX: the rows of each group are padded to whole blocks, blocks are one batched GEMM.
+"""Grouped matmul in plain JAX: each group's rows are padded to whole blocks, the blocks are one batched GEMM.
 
-`jax.lax.ragged_dot` is a dense fallback outside TPUs (every expert times every row); this does a bounded multiple of
-the useful work, and a block never meets another expert's weights, so a NaN there stays there.
+`jax.lax.ragged_dot` is a dense fallback outside TPUs (every expert times every row); this does a bounded
+multiple of the useful work, and a block never meets another expert's weights, so a NaN there stays there.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ class Layout:
 
     row: Int32[Array, "b m"]
     filled: Bool[Array, "b m"]
-    group: Int32[Array, "b"]
-    slot: Int32[Array, "r"]
-    row_group: Int32[Array, "r"]
-    in_group: Bool[Array, "r"]
+    group: Int32[Array, " b"]
+    slot: Int32[Array, " r"]
+    row_group: Int32[Array, " r"]
+    in_group: Bool[Array, " r"]
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -44,7 +44,7 @@ def block_rows(rows: int, groups: int) -> int:
     return size
 
 
-def block_layout(group_sizes: Int32[Array, "e"], rows: int) -> Layout:
+def block_layout(group_sizes: Int32[Array, " e"], rows: int) -> Layout:
     """Assign `rows` rows, sorted by group, to blocks. Their number is static: enough for any group sizes."""
     groups = group_sizes.shape[0]
     size = block_rows(rows, groups)
@@ -108,7 +108,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def grouped_matmul(
-    x: Float[Array, "r k"] | Fp4Array, w: Float[Array, "e k n"] | Fp4Array, group_sizes: Int32[Array, "e"]
+    x: Float[Array, "r k"] | Fp4Array, w: Float[Array, "e k n"] | Fp4Array, group_sizes: Int32[Array, " e"]
 ) -> Float[Array, "r n"]:
     """See `api.grouped_matmul`."""
     rows, groups = x.shape[0], w.shape[0]

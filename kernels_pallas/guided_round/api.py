@@ -22,9 +22,9 @@ def guided_round(
 ) -> Fp4Codes:
     """Round `x` to one of its two E2M1 neighbours under the rollout's scales, the one the record names.
 
-    Let z = |x| / (scale x row scale) and lo, hi its neighbours (equal if z is on the grid or beyond 6). Mode "scale"
-    takes the nearest (numeric contract, rule 3); "mantissa" the one whose low bit is the record's; "full" the one
-    nearer the rollout's signed value. The sign is that of `x`.
+    Let z = |x| / (scale x row scale) and lo, hi its neighbours (equal if z is on the grid or beyond 6). Mode
+    "scale" takes the nearest (numeric contract, rule 3); "mantissa" the one whose low bit is the record's;
+    "full" the one nearer the rollout's signed value. The sign is that of `x`.
 
     Args:
       x: bfloat16 or float32 [..., K] (axis -1) or [..., K, N] (axis -2).
@@ -57,7 +57,7 @@ def own_scale_bytes(
 
 
 def compact_scales(scales: UInt8[Array, "..."], axis: int = -1) -> UInt8[Array, "..."]:
-    """The two low bits of each scale byte, 4 blocks a byte; a last byte that is not full is filled with zeros."""
+    """The two low bits of each scale byte, 4 blocks a byte; the last byte is filled up with zeros."""
     pad = [(0, 0)] * scales.ndim
     pad[axis] = (0, -scales.shape[axis] % 4)
     return formats.pack_two_bits(jnp.pad(scales & 3, pad), axis)

@@ -19,7 +19,8 @@ class Guide:
     Laid out like the tensor it guides (grouped axis K last for activations, second to last for weights).
 
     Attributes:
-      scales: uint8 [..., K / block] scale bytes; their two low bits [..., ceil(K / block / 4)] when `compact`.
+      scales: uint8 [..., K / block] scale bytes; their two low bits [..., ceil(K / block / 4)] when
+        `compact`.
       row_exponent: uint8 per row.
       mantissa: uint8 [..., K / 8] low bits of the codes (bit i of a byte: value i), or None. Mode "mantissa".
       words: uint32 [..., K / 8] packed codes, or None. Mode "full".

@@ -23,8 +23,8 @@ def guided_round(
     blocks = split_blocks(x, format, axis)
     usable = usable_rows(guide, format, row_axes)
     row_exponent = jnp.where(usable, guide.row_exponent, own_row_exponent(blocks, format, row_axes))
-    # One set of scales serves both kinds of row. For a guided row `own` is under the rollout's row scale, which is
-    # what compact scales are relative to; for the others it is the row's own quantization.
+    # One set of scales serves both kinds of row. For a guided row `own` is under the rollout's row scale,
+    # which is what compact scales are relative to; for the others it is the row's own quantization.
     own = own_scales(blocks, row_exponent, format)
     recorded = expand_compact_scales(guide.scales, own, format, axis) if guide.compact else guide.scales
     scales = jnp.where(blocks.expand_rows(usable) & ~blocks.non_finite, recorded, own)
@@ -35,7 +35,8 @@ def guided_round(
     if guide.mode != "scale":
         value = formats.magnitude_value(code) * threshold
         off_zero = blocks.magnitude >= blocks.expand(_smallest_off_zero(scales, row_exponent, blocks, format))
-        # The nearest code is one of the two neighbours; which one, and so the other, follows from one comparison.
+        # The nearest code is one of the two neighbours; which one, and so the other, follows from one
+        # comparison.
         low = code - (y < value)
         high = jnp.minimum(code + jnp.where(code == 0, off_zero, y > value), 7)
         guided = jnp.where(_take_high(guide, low, high, blocks, axis), high, low)
@@ -52,14 +53,15 @@ def _take_high(
         bit = formats.unpack_bits(guide.mantissa, axis).reshape(low.shape).astype(jnp.int32)
         return (low ^ bit) & 1 == 1
     record = formats.unpack_codes(guide.words, axis).reshape(low.shape).astype(jnp.int32)
-    # E2M1 magnitudes are ordered like their codes: `high` is nearer only to a value at or beyond it, same sign.
+    # E2M1 magnitudes are ordered like their codes: `high` is nearer only to a value at or beyond it, same
+    # sign.
     return ((record >= 8) == blocks.negative) & (record & 7 >= high)
 
 
 def _smallest_off_zero(
     scales: UInt8[Array, "..."], row_exponent: UInt8[Array, "..."], blocks: Blocks, format: Fp4Format
 ) -> Int32[Array, "..."]:
-    """Per block, bits of the smallest |x| that is not zero for rounding: 2^(e - 126); none under scale 0 or NaN.
+    """Per block, bits of the smallest |x| that does not count as 0: 2^(e - 126); none under scale 0 or NaN.
 
     An integer comparison, since |x| or |x| / 2^e may be a subnormal that the backend flushes.
     """

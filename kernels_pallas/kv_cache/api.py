@@ -24,10 +24,12 @@ def append(
       cache: one layer's cache, [B, S, H, Dh].
       k, v: [B, T, H, Dh], bfloat16 or float32, after norm and RoPE. Each (token, head) is one row.
       positions: int32 [B, T], the entry that each token is written to.
-      valid: bool [B, T]; tokens that are not valid, or whose position lies outside the cache, are not written.
+      valid: bool [B, T]; tokens that are not valid, or whose position lies outside the cache, are not
+        written.
 
     Returns:
-      The cache, and the quantized rows as Fp4Array [B, T, H, Dh] for the guidance record (None for a BF16 cache).
+      The cache, and the quantized rows as Fp4Array [B, T, H, Dh] for the guidance record (None for a BF16
+      cache).
 
     Raises:
       TypeError or ValueError for shapes or dtypes that do not fit the cache.

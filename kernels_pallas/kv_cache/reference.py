@@ -18,7 +18,8 @@ def append(
 ) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
     """See `api.append`."""
     length = cache.length
-    # Scatters wrap negative indices around; everything that must not be written goes past the end and is dropped.
+    # Scatters wrap negative indices around; everything that must not be written goes past the end and is
+    # dropped.
     index = jnp.where(valid & (positions >= 0) & (positions < length), positions, length)
     batch = jnp.arange(index.shape[0])[:, None]
 

@@ -20,11 +20,12 @@ def matmul(
       x: bfloat16, float32 or float64 array, or an Fp4Array along axis -1.
       w: an array of the dtype of `x`, or an Fp4Array along axis -2 (its row one matrix, or one column).
 
-    An FP4 operand enters as code x block scale, exact in BF16; its power-of-two row scale multiplies the accumulator.
+    An FP4 operand enters as code x block scale, exact in BF16; its power-of-two row scale multiplies the
+    accumulator.
 
     Returns:
-      float32 [..., N] (float64 for float64 operands). Differentiable in array operands: the cotangent is cast to
-      their dtype before both backward GEMMs, which accumulate in FP32.
+      float32 [..., N] (float64 for float64 operands). Differentiable in array operands: the cotangent is cast
+      to their dtype before both backward GEMMs, which accumulate in FP32.
 
     Raises:
       TypeError for operands of different or unsupported dtypes, ValueError for shapes that do not fit.

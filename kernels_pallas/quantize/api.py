@@ -38,9 +38,10 @@ def quantize(
     Args:
       x: bfloat16 or float32; rounded to BF16 first.
       axis: the contraction axis, in blocks of `format.block`: -1, or -2 for weights [..., K, N].
-      row_axes: axes that share a row scale: (-1,) for one token or one (token, head), (-2, -1) for one matrix.
-      scale_rule: "amax", or "4over6" (NVFP4, for evaluation): each block maps its maximum to 6 or to 4, whichever
-        gives the lower squared error (a tie keeps 6), with block scales up to 256 when mapped to 6.
+      row_axes: axes that share a row scale: (-1,) for one token or one (token, head), (-2, -1) for one
+        matrix.
+      scale_rule: "amax", or "4over6" (NVFP4, for evaluation): each block maps its maximum to 6 or to 4,
+        whichever gives the lower squared error (a tie keeps 6), with block scales up to 256 when mapped to 6.
 
     Returns:
       The packed tensor. A block with NaN or Inf has the NaN scale byte and codes 0.
@@ -67,7 +68,7 @@ def quantize_codes(
 
 
 def operand(a: Fp4Array | Fp4Codes) -> Float[Array, "..."]:
-    """code x block scale in BF16 (exact: at most 6 significant bits), without the row scale: the operand of a GEMM."""
+    """code x block scale in BF16 (exact: at most 6 significant bits), without row scale: a GEMM operand."""
     a.check()
     return reference.operand(a)
 

@@ -32,7 +32,9 @@ def quantize_codes(
     row_axes: tuple[int, ...] = (-1,),
     scale_rule: str = "amax",
 ) -> Fp4Codes:
-    """Nearest-even codes, scales and row exponents of `x` (rules 1 to 4), one byte per code, `axis` in place."""
+    """Nearest-even codes, scales and row exponents of `x` (rules 1 to 4), one byte per code, `axis` in
+    place.
+    """
     blocks = split_blocks(x, format, axis)
     if scale_rule == "4over6":
         return _four_over_six(blocks, format, row_axes)
@@ -87,7 +89,7 @@ def _four_over_six(blocks: Blocks, format: Fp4Format, row_axes: tuple[int, ...])
 
 def _scaled_codes(a: Fp4Codes) -> Float32[Array, "..."]:
     """code x block scale in float32, in the tensor's own shape."""
-    split = a.shape[: a.axis] + (a.scales.shape[a.axis], a.format.block) + a.shape[a.ndim + a.axis + 1 :]
+    split = (*a.shape[:a.axis], a.scales.shape[a.axis], a.format.block, *a.shape[a.ndim + a.axis + 1:])
     scale = jnp.expand_dims(formats.decode_scales(a.scales, a.format), a.axis)
     return (formats.decode_codes(a.codes).reshape(split) * scale).reshape(a.shape)
 
