@@ -60,7 +60,7 @@ def guided(trainer: jax.Array, record: Fp4Array, implementation: str | None) -> 
 def rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     """RMSNorm in float32 with a BF16 result: what usually feeds a quantizer."""
     x = x.astype(jnp.float32)
-    return (x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight).astype(jnp.bfloat16)
+    return (x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight[None]).astype(jnp.bfloat16)
 
 
 def fused_against_split(format: Fp4Format, implementation: str | None) -> int:
@@ -120,7 +120,9 @@ def compare(vectors: Mapping[str, np.ndarray], implementation: str | None) -> li
                 continue
             expected = vectors[f"{prefix}/{name}"]
             if name not in eager:
-                raise ValueError(f"the file holds {prefix}/{name}, which this program does not know how to compute")
+                raise ValueError(
+                    f"the file holds {prefix}/{name}, which this program does not know how to compute"
+                )
             rows.append(
                 (
                     f"{prefix}/{name}",
@@ -135,7 +137,9 @@ def compare(vectors: Mapping[str, np.ndarray], implementation: str | None) -> li
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--vectors", required=True, help="npz file of inputs and exact answers")
-    parser.add_argument("--implementation", default=None, help="implementation of the ops; default by platform")
+    parser.add_argument(
+        "--implementation", default=None, help="implementation of the ops; default by platform"
+    )
     args = parser.parse_args(argv)
 
     with np.load(args.vectors) as file:

@@ -75,7 +75,7 @@ def check_block(size: int, axis: int, format: Fp4Format) -> None:
 
 def resize_axis(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
     """`shape` with negative `axis` of another size."""
-    return (*shape[:axis], size, *shape[len(shape) + axis + 1:])
+    return (*shape[:axis], size, *shape[len(shape) + axis + 1 :])
 
 
 def expand_rows(rows: Shaped[Array, "..."], ndim: int, axis: int) -> Shaped[Array, "..."]:

@@ -56,7 +56,7 @@ def split_blocks(x: Shaped[Array, "..."], format: Fp4Format, axis: int) -> Block
     check_axis(axis)
     check_block(x.shape[axis], axis, format)
     bits = formats.signed_bits(x)
-    split = (*x.shape[:axis], x.shape[axis] // format.block, format.block, *x.shape[x.ndim + axis + 1:])
+    split = (*x.shape[:axis], x.shape[axis] // format.block, format.block, *x.shape[x.ndim + axis + 1 :])
     bits = bits.reshape(split)
     magnitude = bits & 0x7FFFFFFF
     # Magnitudes compare like their bits, so maxima are integer maxima: exact, subnormals and NaN included.

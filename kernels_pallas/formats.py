@@ -79,15 +79,14 @@ def round_to_bf16(x: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """`x` rounded to nearest-even BF16, held in float32. TypeError for other than float64, float32, bfloat16.
 
     An explicit `reduce_precision`: XLA removes a float32 -> bfloat16 -> float32 pair of casts, and the value
-    is then not rounded at all.
+    is then not rounded at all. BFloat16 input needs it too, since it may be the first half of such a pair.
     """
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
         raise TypeError(
             f"cannot quantize {x.dtype} values; expected bfloat16 or float32: cast the input first"
         )
-    if x.dtype == jnp.bfloat16:
-        return x.astype(jnp.float32)
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.float32)
+    wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    return lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7).astype(jnp.float32)
 
 
 def signed_bits(x: Shaped[Array, "*shape"]) -> Int32[Array, "*shape"]:
@@ -214,7 +213,7 @@ def _pack(values: Array, bits: int, dtype: jnp.dtype, axis: int) -> Array:
         raise ValueError(
             f"cannot pack axis {axis} of size {size} in shape {values.shape}: not a multiple of {count}"
         )
-    split = (*values.shape[:axis], size // count, count, *values.shape[values.ndim + axis + 1:])
+    split = (*values.shape[:axis], size // count, count, *values.shape[values.ndim + axis + 1 :])
     values = values.reshape(split).astype(jnp.uint32)
     word = jnp.uint32(0)
     for i in range(count):
@@ -224,9 +223,11 @@ def _pack(values: Array, bits: int, dtype: jnp.dtype, axis: int) -> Array:
 
 def _unpack(words: Array, bits: int, axis: int) -> UInt8[Array, "..."]:
     count = words.dtype.itemsize * 8 // bits
-    shifts = jnp.arange(count, dtype=jnp.uint32).reshape((count,) + (1,) * (-axis - 1)) * bits
-    values = (jnp.expand_dims(words.astype(jnp.uint32), axis) >> shifts) & (2**bits - 1)
-    shape = (*words.shape[:axis], words.shape[axis] * count, *words.shape[words.ndim + axis + 1:])
+    position = words.ndim + axis + 1
+    split = (*words.shape[:position], count, *words.shape[position:])
+    shifts = lax.broadcasted_iota(jnp.uint32, split, position) * bits
+    values = (jnp.expand_dims(words.astype(jnp.uint32), position) >> shifts) & (2**bits - 1)
+    shape = (*words.shape[: position - 1], words.shape[axis] * count, *words.shape[position:])
     return values.astype(jnp.uint8).reshape(shape)
 
 

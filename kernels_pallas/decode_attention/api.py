@@ -7,6 +7,8 @@ from kernels_pallas.decode_attention import reference
 from kernels_pallas.implementations import select
 from kernels_pallas.kv_cache.cache import KVCache
 
+IMPLEMENTATIONS = {"reference": reference.attention}
+
 
 def attend(
     q: Float[Array, "b t hq d"],
@@ -47,5 +49,5 @@ def attention(
         raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [B, S, H, Dh]")
     if positions.dtype != jnp.int32:
         raise TypeError(f"positions is {positions.dtype}; expected int32")
-    run = select("decode_attention", implementation, {"reference": reference.attention})
+    run = select("decode_attention", implementation, IMPLEMENTATIONS)
     return run(q, cache, positions, scale=scale)

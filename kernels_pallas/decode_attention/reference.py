@@ -41,5 +41,5 @@ def attention(
     def entries(a):
         return (dequantize(a) if isinstance(a, Fp4Array) else a).astype(q.dtype)
 
-    mask = jnp.arange(cache.length, dtype=jnp.int32) <= positions[:, :, None]
+    mask = jnp.arange(cache.length, dtype=jnp.int32)[None, None] <= positions[:, :, None]
     return attend(q, entries(cache.k), entries(cache.v), mask, scale=scale)

@@ -8,6 +8,8 @@ from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.implementations import select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
 
+IMPLEMENTATIONS = {"reference": reference.grouped_matmul}
+
 
 def grouped_matmul(
     x: Shaped[Array, "..."] | Fp4Array,
@@ -43,6 +45,4 @@ def grouped_matmul(
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape}; expected {w.shape[:1]}, one size per expert of w"
         )
-    return select("grouped_matmul", implementation, {"reference": reference.grouped_matmul})(
-        x, w, group_sizes
-    )
+    return select("grouped_matmul", implementation, IMPLEMENTATIONS)(x, w, group_sizes)

@@ -10,6 +10,8 @@ from kernels_pallas.guided_round import reference
 from kernels_pallas.guided_round.guide import Guide
 from kernels_pallas.implementations import select
 
+IMPLEMENTATIONS = {"reference": reference.guided_round}
+
 
 def guided_round(
     x: Shaped[Array, "..."],
@@ -40,7 +42,7 @@ def guided_round(
     """
     check_axis(axis)
     guide.check(x.shape, format, axis, row_axes)
-    run = select("guided_round", implementation, {"reference": reference.guided_round})
+    run = select("guided_round", implementation, IMPLEMENTATIONS)
     return run(x, guide, format, axis=axis, row_axes=row_axes)
 
 

@@ -8,6 +8,8 @@ from kernels_pallas.implementations import select
 from kernels_pallas.kv_cache import reference
 from kernels_pallas.kv_cache.cache import KVCache
 
+IMPLEMENTATIONS = {"reference": reference.append}
+
 
 def append(
     cache: KVCache,
@@ -44,4 +46,4 @@ def append(
         )
     if positions.dtype != jnp.int32 or valid.dtype != jnp.bool_:
         raise TypeError(f"positions is {positions.dtype} and valid is {valid.dtype}; expected int32 and bool")
-    return select("kv_cache", implementation, {"reference": reference.append})(cache, k, v, positions, valid)
+    return select("kv_cache", implementation, IMPLEMENTATIONS)(cache, k, v, positions, valid)

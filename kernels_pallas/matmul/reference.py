@@ -36,5 +36,5 @@ def matmul(x: Float[Array, "..."] | Fp4Array, w: Float[Array, "..."] | Fp4Array)
     if x_scale is not None:
         out = out * x_scale[..., None]
     if w_scale is not None:
-        out = out * w_scale
+        out = out * w_scale.reshape((1,) * (out.ndim - w_scale.ndim) + w_scale.shape)
     return out

@@ -8,6 +8,7 @@ from kernels_pallas.formats import Fp4Format
 from kernels_pallas.implementations import select
 from kernels_pallas.quantize import reference
 
+IMPLEMENTATIONS = {"reference": reference.quantize}
 SCALE_RULES = ("amax", "4over6")
 
 
@@ -50,7 +51,7 @@ def quantize(
       TypeError: other dtypes. ValueError: a size that is no whole number of blocks, an unknown option.
     """
     _check(x, format, axis, row_axes, scale_rule)
-    run = select("quantize", implementation, {"reference": reference.quantize})
+    run = select("quantize", implementation, IMPLEMENTATIONS)
     return run(x, format, axis=axis, row_axes=row_axes, scale_rule=scale_rule)
 
 

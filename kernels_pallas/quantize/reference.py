@@ -89,7 +89,7 @@ def _four_over_six(blocks: Blocks, format: Fp4Format, row_axes: tuple[int, ...])
 
 def _scaled_codes(a: Fp4Codes) -> Float32[Array, "..."]:
     """code x block scale in float32, in the tensor's own shape."""
-    split = (*a.shape[:a.axis], a.scales.shape[a.axis], a.format.block, *a.shape[a.ndim + a.axis + 1:])
+    split = (*a.shape[: a.axis], a.scales.shape[a.axis], a.format.block, *a.shape[a.ndim + a.axis + 1 :])
     scale = jnp.expand_dims(formats.decode_scales(a.scales, a.format), a.axis)
     return (formats.decode_codes(a.codes).reshape(split) * scale).reshape(a.shape)
 
