@@ -1,0 +1,24 @@
+"""Guidance records: what to record, how it is captured, checked, counted and watched."""
+
+from trace_jax.guidance.alarm import HealthAlarm
+from trace_jax.guidance.capture import capture_site, mantissa_bits, poisoned_rows, take_rows
+from trace_jax.guidance.record import GuidanceRecord, RecordError, SiteRecord, check_record, row_hash
+from trace_jax.guidance.spec import LAYER_SETS, MODES, RECORD_VERSION, GuidanceSpec, resolve_layers
+
+__all__ = [
+    "LAYER_SETS",
+    "MODES",
+    "RECORD_VERSION",
+    "GuidanceRecord",
+    "GuidanceSpec",
+    "HealthAlarm",
+    "RecordError",
+    "SiteRecord",
+    "capture_site",
+    "check_record",
+    "mantissa_bits",
+    "poisoned_rows",
+    "resolve_layers",
+    "row_hash",
+    "take_rows",
+]

@@ -1,0 +1,65 @@
+"""What is recorded: sites, layers, bits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kernels_pallas.formats import get_format
+
+MODES = ("scale", "mantissa", "full")
+LAYER_SETS = ("all", "first_half", "last_half", "last_quarter", "last_eighth")
+RECORD_VERSION = 1
+
+
+def resolve_layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Static set of guided layers.
+
+    Args:
+        layers: one of `LAYER_SETS`, or layer indices.
+        num_layers: depth of the model.
+
+    Raises:
+        ValueError: an unknown name, an index outside the model, or a repeated index.
+    """
+    if isinstance(layers, str):
+        shares = {"all": num_layers, "last_half": num_layers // 2, "last_quarter": num_layers // 4}
+        shares["last_eighth"] = num_layers // 8
+        if layers == "first_half":
+            return tuple(range(num_layers // 2))
+        if layers not in shares:
+            raise ValueError(f"guidance layers {layers!r}; expected one of {LAYER_SETS} or a list of indices.")
+        count = max(shares[layers], 1)
+        return tuple(range(num_layers - count, num_layers))
+    chosen = tuple(int(layer) for layer in layers)
+    if list(chosen) != sorted(set(chosen)) or not all(0 <= layer < num_layers for layer in chosen):
+        raise ValueError(
+            f"guidance layers {list(chosen)}; expected increasing, distinct indices from 0 to {num_layers - 1}."
+        )
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuidanceSpec:
+    """The static description of a record; two sides must agree on it exactly.
+
+    `mode`: `scale` (block scales only), `mantissa` (plus 1 bit per value), `full` (plus the 4-bit code).
+    `compact_scales` keeps the two low bits of each scale byte.
+    """
+
+    format: str = "nvfp4"
+    mode: str = "mantissa"
+    layers: tuple[int, ...]
+    sites: tuple[str, ...] = ("expert_input", "key", "value")
+    compact_scales: bool = False
+
+    def __post_init__(self):
+        get_format(self.format)
+        if self.mode not in MODES:
+            raise ValueError(f"guidance mode is {self.mode!r}; expected one of {MODES}.")
+        if not self.layers or not self.sites:
+            raise ValueError(f"guidance has layers {self.layers} and sites {self.sites}; expected at least one each.")
+
+    def bits_per_value(self) -> float:
+        """Recorded bits per value, without the one byte a row."""
+        fmt = get_format(self.format)
+        code = {"scale": 0, "mantissa": 1, "full": 4}[self.mode]
+        return code + (2 if self.compact_scales else 8) / fmt.block

@@ -1,0 +1,104 @@
+"""One mesh (`data`, `fsdp`, `expert`, `tensor`) and one table from logical axes to mesh axes.
+
+Every parameter, cache, record and activation names its dimensions with logical axes; only this table knows how a
+logical axis is laid out, so a layout is changed in one place.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
+
+# Logical axis -> mesh axes. None keeps a dimension whole: `length`, `block` and packed words along a contraction
+# are never cut inside a quantization block.
+LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),
+    "length": None,
+    "layers": None,
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "act_embed": None,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "expert": "expert",
+    "mlp": "tensor",
+    "route": None,
+    "block": None,
+    "norm": None,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Number of devices along each mesh axis."""
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        for name in MESH_AXES:
+            size = getattr(self, name)
+            if size < 1:
+                raise ValueError(f"mesh.{name} is {size}; expected a positive number of devices.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in MESH_AXES)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh over the first `prod(shape)` devices.
+
+    Raises:
+        ValueError: there are fewer devices than the mesh needs.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    needed = math.prod(config.shape)
+    if len(devices) < needed:
+        raise ValueError(
+            f"mesh {dict(zip(MESH_AXES, config.shape, strict=True))} needs {needed} devices, this process sees "
+            f"{len(devices)}. Lower the mesh sizes or start on more devices."
+        )
+    return jax.make_mesh(
+        config.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices[:needed]
+    )
+
+
+def spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions carry the logical `axes`.
+
+    Raises:
+        KeyError: a name is not in `LOGICAL_AXES`.
+    """
+    for name in axes:
+        if name is not None and name not in LOGICAL_AXES:
+            raise KeyError(f"unknown logical axis {name!r}; expected one of {sorted(LOGICAL_AXES)}.")
+    return PartitionSpec(*(None if name is None else LOGICAL_AXES[name] for name in axes))
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    return NamedSharding(mesh, spec(axes))
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """Pins the layout of an intermediate to the mesh set by `jax.set_mesh`; a no-op without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(axes))
+
+
+def shard(tree: Any, mesh: Mesh, axes: Any) -> Any:
+    """Puts every array of `tree` on the mesh by the logical axes at its place in `axes` (one tuple per array)."""
+    shardings = jax.tree.map(
+        lambda names: sharding(mesh, names), axes, is_leaf=lambda a: isinstance(a, tuple | list)
+    )
+    return jax.device_put(tree, shardings)

@@ -1,0 +1,186 @@
+"""What differs between BF16, packed-FP4 rollout and fake-quant training, as one explicit argument of the model.
+
+A model calls `activation` at every quantization site and `expert_weight` for every expert matrix; it never asks in
+which mode it runs. Objects are static (hashable); everything that changes from step to step is an argument.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.arrays import Fp4Array, Fp4Codes
+from kernels_pallas.guided_round import Guide, guided_round
+from kernels_pallas.quantize import dequantize, quantize, quantize_codes
+from trace_jax.guidance import GuidanceSpec, SiteRecord, capture_site, take_rows
+from trace_jax.quant.fake_quant import cast_weight, straight_through
+from trace_jax.quant.plan import SITES, QuantPlan
+from trace_jax.quant.weights import guided_weight_codes, quantize_weight_codes
+
+Guides = dict[str, Guide] | None
+
+
+class Numerics(Protocol):
+    """The seam between a model and its arithmetic."""
+
+    def activation(self, site: str, x: jax.Array, guides: Guides) -> tuple[Any, Any]:
+        """Operand for the GEMM at `site`, and what to keep of it. `x` is `[B, T, ..., K]`."""
+
+    def expert_weight(self, name: str, w: Any, guides: dict[str, Fp4Array] | None, dtype: str) -> Any:
+        """Operand of the expert matrices `[E, K, N]`."""
+
+    def collect(self, captured: dict[str, Any], valid: jax.Array, guided: bool) -> tuple[Any, Any]:
+        """What leaves a layer: (part of guided layers only or None, part of every layer)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bf16Numerics:
+    """No quantization: the yardstick, and the trainer of `bf16` and `fp4_rollout`."""
+
+    def activation(self, site, x, guides):
+        return x, None
+
+    def expert_weight(self, name, w, guides, dtype):
+        return cast_weight(w, dtype)
+
+    def collect(self, captured, valid, guided):
+        return None, None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedNumerics:
+    """The rollout: packed FP4 expert weights, activations quantized on the fly, records captured.
+
+    Args:
+        plan: which tensors are FP4.
+        record: what guided layers keep; None when nothing is recorded.
+        audit_rows: sequences of the batch whose full codes are kept at every site and layer.
+    """
+
+    plan: QuantPlan
+    record: GuidanceSpec | None = None
+    audit_rows: tuple[int, ...] = ()
+
+    def activation(self, site, x, guides):
+        if not self.plan.quantizes(site):
+            return x, None
+        q = quantize(x, self.plan.fp4, scale_rule=self.plan.scale_rule)
+        return q, q
+
+    def expert_weight(self, name, w, guides, dtype):
+        return w
+
+    def collect(self, captured, valid, guided):
+        codes = {site: captured[site] for site in SITES if isinstance(captured.get(site), Fp4Array)}
+        record = None
+        if guided and self.record is not None:
+            record = {s: capture_site(s, codes[s], valid, self.record) for s in self.record.sites}
+        audit = {site: take_rows(q, self.audit_rows) for site, q in codes.items()} if self.audit_rows else None
+        return record, audit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiteCounts:
+    """How one layer's site was rounded: rows with and without a record, values whose own rounding was overruled."""
+
+    guided_rows: jax.Array
+    unguided_rows: jax.Array
+    values: jax.Array
+    overruled: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiteAudit:
+    """Full codes of the audited sequences: by the trainer's own rounding, and as used. `[A, T, ..., K]`.
+
+    `guided` marks the rows that had a record; `saturated` counts a row's values beyond the largest code.
+    """
+
+    own: Fp4Array
+    used: Fp4Array
+    guided: jax.Array
+    saturated: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FakeQuantNumerics:
+    """The trainer: fake-quantized experts and KV, guided where `guides` holds a record.
+
+    Args:
+        plan: which tensors are FP4.
+        audit_rows: how many leading sequences of the batch report their codes.
+    """
+
+    plan: QuantPlan
+    audit_rows: int = 0
+
+    def activation(self, site, x, guides):
+        if not self.plan.quantizes(site):
+            return x, None
+        frozen = lax.stop_gradient(x)
+        guide = guides.get(site) if guides else None
+        if guide is None:
+            used, nearest = quantize_codes(frozen, self.plan.fp4), None
+        else:
+            used = guided_round(frozen, guide, self.plan.fp4)
+            nearest = guided_round(frozen, dataclasses.replace(guide, mode="scale"), self.plan.fp4)
+        operand = straight_through(x, dequantize(used, x.dtype))
+        return operand, (used, nearest, frozen, guide)
+
+    def expert_weight(self, name, w, guides, dtype):
+        if not self.plan.experts:
+            return cast_weight(w, dtype)
+        frozen = lax.stop_gradient(w)
+        guide = guides.get(name) if guides else None
+        if guide is None:
+            codes = quantize_weight_codes(frozen, self.plan)
+        else:
+            # Between syncs the masters move, but the rollout's FP4 codes are those of its own version.
+            codes = guided_weight_codes(frozen, guide, self.plan)
+        return straight_through(w, dequantize(codes, w.dtype)).astype(dtype)
+
+    def collect(self, captured, valid, guided):
+        audit, counts = {}, {}
+        for site in SITES:
+            if captured.get(site) is None:
+                continue
+            used, nearest, x, guide = captured[site]
+            if guide is not None:
+                counts[site] = _count(used, nearest, guide, valid)
+            if self.audit_rows:
+                audit[site] = self._audit(used, x, guide)
+        return (counts if guided else None), (audit or None)
+
+    def _audit(self, used: Fp4Codes, x: jax.Array, guide: Guide | None) -> SiteAudit:
+        head = slice(0, self.audit_rows)
+        used = jax.tree.map(lambda leaf: leaf[head], used)
+        x = x[head]
+        guided = jnp.zeros(used.row_exponent.shape, bool) if guide is None else guide.valid[head]
+        beyond = (used.codes & 7 == 7) & (jnp.abs(x) > jnp.abs(dequantize(used, x.dtype)))
+        return SiteAudit(
+            own=quantize(x, self.plan.fp4),
+            used=Fp4Array.from_codes(used, -1),
+            guided=guided,
+            saturated=jnp.sum(beyond, axis=-1),
+        )
+
+
+def _count(used: Fp4Codes, nearest: Fp4Codes, guide: Guide, valid: jax.Array) -> SiteCounts:
+    fed = valid.reshape(*valid.shape, *(1,) * (guide.valid.ndim - 2))
+    has_record = guide.valid & fed
+    differs = (used.codes != nearest.codes) & has_record[..., None]
+    return SiteCounts(
+        guided_rows=jnp.sum(has_record),
+        unguided_rows=jnp.sum(~guide.valid & fed),
+        values=jnp.sum(has_record) * used.codes.shape[-1],
+        overruled=jnp.sum(differs),
+    )
+
+
+def guides_of(records: dict[str, SiteRecord] | None) -> Guides:
+    """Kernel arguments of a record's sites; None stays None."""
+    return None if not records else {site: record.guide() for site, record in records.items()}

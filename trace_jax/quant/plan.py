@@ -1,0 +1,57 @@
+"""Which tensors are FP4."""
+
+import dataclasses
+
+from kernels_pallas.formats import Fp4Format, get_format
+
+EXPERT_INPUT = "expert_input"
+DOWN_INPUT = "down_input"
+KEY = "key"
+VALUE = "value"
+SITES = (EXPERT_INPUT, DOWN_INPUT, KEY, VALUE)
+SCALE_RULES = ("amax", "4over6")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantPlan:
+    """Routed-expert weights and activations and the KV cache in one FP4 format; everything else stays BF16.
+
+    `scale_rule="4over6"` picks each NVFP4 block scale by error (evaluation of a finished policy only).
+    """
+
+    format: str = "nvfp4"
+    experts: bool = True
+    kv: bool = True
+    scale_rule: str = "amax"
+
+    def __post_init__(self):
+        get_format(self.format)
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(f"scale_rule is {self.scale_rule!r}; expected one of {SCALE_RULES}.")
+        if self.scale_rule == "4over6" and self.format != "nvfp4":
+            raise ValueError(f"scale_rule '4over6' is defined for nvfp4 blocks, not for {self.format!r}.")
+
+    @property
+    def fp4(self) -> Fp4Format:
+        return get_format(self.format)
+
+    def quantizes(self, site: str) -> bool:
+        """Whether the activation `site` is FP4."""
+        if site not in SITES:
+            raise ValueError(f"unknown quantization site {site!r}; expected one of {SITES}.")
+        return self.kv if site in (KEY, VALUE) else self.experts
+
+    def check(self, *, hidden_size: int, expert_hidden_size: int, head_dim: int) -> None:
+        """Raises ValueError when a contraction does not split into whole blocks."""
+        sizes = {}
+        if self.experts:
+            sizes |= {"model.hidden_size": hidden_size, "model.expert_hidden_size": expert_hidden_size}
+        if self.kv:
+            sizes |= {"model.head_dim": head_dim}
+        for name, size in sizes.items():
+            if size % self.fp4.block:
+                raise ValueError(
+                    f"{name} is {size}, not a multiple of the {self.format} block of {self.fp4.block}. Choose "
+                    f"{-(-size // self.fp4.block) * self.fp4.block}, or leave this tensor in BF16 "
+                    f"({'kv=false' if name.endswith('head_dim') else 'experts=false'})."
+                )

@@ -1,0 +1,228 @@
+"""Jitted rollout: prompts prefilled once per group, decode in chunks, records leaving the device as they are made."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kernels_pallas.kv_cache import KVCache, init_cache
+from trace_jax.guidance import GuidanceSpec, row_hash
+from trace_jax.models import ModelConfig
+from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
+from trace_jax.rollout.assembly import Assembly
+from trace_jax.rollout.sampling import SamplingConfig, sample
+from trace_jax.rollout.trajectories import Trajectories, concatenate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Static shapes of a sampler.
+
+    `num_prompts` x `group_size` sequences run side by side; `prompt_length` is the prefill bucket in tokens;
+    `chunk` decode steps run per device call; `audit_rows` are the sequences whose full codes are kept.
+    """
+
+    num_prompts: int
+    group_size: int
+    prompt_length: int
+    chunk: int = 8
+    audit_rows: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for name in ("num_prompts", "group_size", "prompt_length", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} is {getattr(self, name)}; expected at least 1.")
+        slots = self.num_prompts * self.group_size
+        if any(not 0 <= row < slots for row in self.audit_rows):
+            raise ValueError(f"audit_rows {self.audit_rows} lie outside the {slots} sequences of a rollout.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Carry of decoding: cache, logits of the next token `[N, V]`, its position, and who is done."""
+
+    cache: KVCache
+    logits: Any
+    position: Any
+    limit: Any
+    done: Any
+
+
+class Sampler:
+    """Samples from one model at one precision.
+
+    Results depend on (parameters, prompt, request key) only: shapes are fixed, every row of every operation is
+    independent, and each token is drawn with `fold_in(request key, position)`.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        sampling: SamplingConfig,
+        *,
+        plan: QuantPlan | None = None,
+        record: GuidanceSpec | None = None,
+    ):
+        """`plan` None rolls out in BF16; `record` says what guided layers keep, None records routes only."""
+        if plan is not None:
+            plan.check(
+                hidden_size=model.hidden_size,
+                expert_hidden_size=model.expert_hidden_size,
+                head_dim=model.head_dim,
+            )
+        elif record is not None:
+            raise ValueError("a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan.")
+        self.graphdef, self.model, self.rollout, self.sampling = graphdef, model, rollout, sampling
+        self.plan, self.record = plan, record
+        self.slots = rollout.num_prompts * rollout.group_size
+        self.length = rollout.prompt_length + sampling.max_new_tokens
+        self._route_dtype = np.uint8 if model.num_experts < 255 else np.uint16
+
+    def _numerics(self, audit_rows: tuple[int, ...]) -> Numerics:
+        if self.plan is None:
+            return Bf16Numerics()
+        return PackedNumerics(plan=self.plan, record=self.record, audit_rows=audit_rows)
+
+    @property
+    def _guided_layers(self) -> tuple[int, ...]:
+        return self.record.layers if self.record else ()
+
+    def _kept(self, out, tokens, positions, fed) -> dict[str, Any]:
+        """What leaves the device for each fed row."""
+        routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(self._route_dtype).max)
+        return {
+            "routes": routes.astype(self._route_dtype),
+            "row_hash": jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0)),
+            "sites": out.guided,
+            "audit": out.every,
+        }
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _prefill(self, params, tokens, lengths):
+        """Prompts `[P, prompt_length]` -> decode state of all `P * group_size` sequences, and what was kept."""
+        c, r = self.model, self.rollout
+        model = nnx.merge(self.graphdef, params)
+        positions = jnp.broadcast_to(jnp.arange(r.prompt_length, dtype=jnp.int32), tokens.shape)
+        fed = positions < lengths[:, None]
+        kv_format = self.plan.fp4 if self.plan is not None and self.plan.kv else None
+        cache = init_cache(
+            tokens.shape[0], self.length, c.num_kv_heads, c.head_dim, kv_format, layers=c.num_layers
+        )
+        prompts_of_audit = tuple(row // r.group_size for row in r.audit_rows)
+        out = model(
+            tokens,
+            positions,
+            fed,
+            numerics=self._numerics(prompts_of_audit),
+            cache=cache,
+            guided_layers=self._guided_layers,
+        )
+        last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        logits = model.logits(last)
+        each = functools.partial(jnp.repeat, repeats=r.group_size)
+        start = each(lengths, axis=0)
+        state = DecodeState(
+            cache=jax.tree.map(lambda leaf: each(leaf, axis=1), out.cache),
+            logits=each(logits, axis=0),
+            position=start,
+            limit=start + self.sampling.max_new_tokens,
+            done=start == 0,
+        )
+        return state, self._kept(out, tokens, positions, fed)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def _decode(self, params, state: DecodeState, keys):
+        """`chunk` decode steps; outputs lead with the step axis."""
+        model = nnx.merge(self.graphdef, params)
+        numerics = self._numerics(self.rollout.audit_rows)
+        stops = jnp.asarray(self.sampling.stop_tokens, jnp.int32)
+
+        def step(state: DecodeState, _):
+            token_keys = jax.vmap(jax.random.fold_in)(keys, state.position)
+            tokens, logprobs = sample(state.logits, token_keys, self.sampling)
+            sampled = ~state.done
+            tokens = jnp.where(sampled, tokens, 0)
+            stop = jnp.any(tokens[:, None] == stops[None, :], axis=-1) | (state.position + 1 >= state.limit)
+            done = state.done | stop
+            column, position, fed = tokens[:, None], state.position[:, None], ~done[:, None]
+            out = model(
+                column, position, fed, numerics=numerics, cache=state.cache, guided_layers=self._guided_layers
+            )
+            logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
+            kept = self._kept(out, column, position, fed) | {
+                "token": tokens,
+                "logprob": jnp.where(sampled, logprobs, 0.0),
+                "sampled": sampled,
+                "fed": fed[:, 0],
+                "position": state.position,
+            }
+            state = dataclasses.replace(
+                state, cache=out.cache, logits=logits, position=state.position + ~done, done=done
+            )
+            return state, kept
+
+        return jax.lax.scan(step, state, length=self.rollout.chunk)
+
+    def generate(
+        self, params: nnx.State, prompts: Sequence[Sequence[int]], keys: jax.Array, *, weight_version: int
+    ) -> Trajectories:
+        """Samples `group_size` responses to each prompt.
+
+        Args:
+            params: rollout parameters (`quant.rollout_weights`).
+            prompts: token ids; run in waves of `num_prompts`.
+            keys: one PRNG key per response, `[len(prompts) * group_size]`.
+            weight_version: of `params`, written to every recorded row.
+
+        Raises:
+            ValueError: no prompts, an empty prompt, a prompt longer than the prefill bucket, or a wrong number of
+                keys.
+        """
+        r = self.rollout
+        if len(prompts) == 0:
+            raise ValueError("no prompts to roll out; the task is empty.")
+        if keys.shape[0] != len(prompts) * r.group_size:
+            raise ValueError(f"{keys.shape[0]} keys for {len(prompts)} prompts x {r.group_size} responses.")
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= r.prompt_length:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; expected 1 to {r.prompt_length} (the cache holds "
+                    f"{self.length} tokens, {self.sampling.max_new_tokens} of them for the response). Raise "
+                    "task.max_prompt_tokens or shorten the prompt."
+                )
+        waves = []
+        for start in range(0, len(prompts), r.num_prompts):
+            part = prompts[start : start + r.num_prompts]
+            part_keys = keys[start * r.group_size : (start + len(part)) * r.group_size]
+            waves.append(self._wave(params, part, part_keys, weight_version))
+        return concatenate(waves)
+
+    def _wave(self, params, prompts, keys, weight_version: int) -> Trajectories:
+        r = self.rollout
+        tokens = np.zeros((r.num_prompts, r.prompt_length), np.int32)
+        lengths = np.zeros(r.num_prompts, np.int32)  # 0 marks an unused slot: done from the start
+        for i, prompt in enumerate(prompts):
+            tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
+        if keys.shape[0] < self.slots:
+            filler = jnp.broadcast_to(keys[:1], (self.slots - keys.shape[0], *keys.shape[1:]))
+            keys = jnp.concatenate([keys, filler])
+        assembly = Assembly(tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows)
+        state, kept = self._prefill(params, tokens, lengths)
+        assembly.add_prefill(kept)
+        for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):
+            state, kept = self._decode(params, state, keys)
+            jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
+            finished = bool(jnp.all(state.done))  # a few bytes; the chunk's record is still under way
+            assembly.flush()
+            assembly.add_chunk(kept)
+            if finished:
+                break
+        return assembly.finish(len(prompts) * r.group_size)

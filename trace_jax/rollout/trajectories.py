@@ -1,0 +1,79 @@
+"""Trajectories: what a rollout hands to rewards and to the trainer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from kernels_pallas.arrays import Fp4Array
+from trace_jax.guidance import GuidanceRecord
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectories:
+    """N sequences of at most S tokens, on the host. Prompt and response are contiguous, padding is at the end.
+
+    Invariants:
+        * `tokens` int32 `[N, S]`; `prompt_length`, `length` int32 `[N]`, `length` counts prompt and response.
+        * `logprobs` float32 `[N, S]`: log-prob of token i given those before it, 0 where it was not sampled.
+        * Positions `prompt_length .. length-1` were sampled; positions `0 .. length-2` were fed to the model: the
+          last sampled token never is.
+        * `record` holds routes, row hashes and weight versions always, and sites when the method is guided.
+        * `audit`: full codes of the sequences `audit_rows` by site, `[L, A, S, ...]`, or None.
+    """
+
+    tokens: Any
+    prompt_length: Any
+    length: Any
+    logprobs: Any
+    record: GuidanceRecord
+    audit: dict[str, Fp4Array] | None
+    audit_rows: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.broadcast_to(np.arange(self.tokens.shape[1], dtype=np.int32), self.tokens.shape)
+
+    @property
+    def fed(self) -> np.ndarray:
+        """bool `[N, S]`: rows that went through the model."""
+        return self.positions < self.length[:, None] - 1
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool `[N, S]`: tokens that the policy produced."""
+        return (self.positions >= self.prompt_length[:, None]) & (self.positions < self.length[:, None])
+
+    def response(self, n: int) -> list[int]:
+        """Sampled token ids of sequence n."""
+        return self.tokens[n, self.prompt_length[n] : self.length[n]].tolist()
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+def concatenate(parts: list[Trajectories]) -> Trajectories:
+    """Joins the waves of one rollout along the batch axis."""
+    if len(parts) == 1:
+        return parts[0]
+    record = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *[p.record.sites for p in parts])
+    offsets = np.cumsum([0] + [len(p) for p in parts[:-1]])
+    return Trajectories(
+        **{
+            name: np.concatenate([getattr(p, name) for p in parts])
+            for name in ("tokens", "prompt_length", "length", "logprobs")
+        },
+        record=dataclasses.replace(
+            parts[0].record,
+            sites=record,
+            routes=np.concatenate([p.record.routes for p in parts], axis=1),
+            row_hash=np.concatenate([p.record.row_hash for p in parts]),
+            weight_version=np.concatenate([p.record.weight_version for p in parts]),
+        ),
+        audit=None
+        if parts[0].audit is None
+        else jax.tree.map(lambda *x: np.concatenate(x, axis=1), *[p.audit for p in parts]),
+        audit_rows=tuple(int(o) + row for o, p in zip(offsets, parts, strict=True) for row in p.audit_rows),
+    )
