@@ -36,20 +36,6 @@ class Numerics(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bf16Numerics:
-    """No quantization: the yardstick, and the trainer of `bf16` and `fp4_rollout`."""
-
-    def activation(self, site, x, guides):
-        return x, None
-
-    def expert_weight(self, name, w, guides, dtype):
-        return cast_weight(w, dtype)
-
-    def collect(self, captured, valid, guided):
-        return None, None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedNumerics:
     """The rollout: packed FP4 expert weights, activations quantized on the fly, records captured.
 
@@ -106,6 +92,46 @@ class SiteAudit:
     saturated: jax.Array
 
 
+def audit_site(used: Fp4Codes, x: jax.Array, guide: Guide | None, plan: QuantPlan) -> SiteAudit:
+    """Audit of rows `x` `[A, T, ..., K]` that were rounded to `used`."""
+    guided = jnp.zeros(used.row_exponent.shape, bool) if guide is None else guide.valid[: x.shape[0]]
+    beyond = (used.codes & 7 == 7) & (jnp.abs(x) > jnp.abs(dequantize(used, x.dtype)))
+    return SiteAudit(
+        own=quantize(x, plan.fp4),
+        used=Fp4Array.from_codes(used, -1),
+        guided=guided,
+        saturated=jnp.sum(beyond, axis=-1),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bf16Numerics:
+    """No quantization: the yardstick, and the trainer of `bf16` and `fp4_rollout`.
+
+    Args:
+        audit_plan: FP4 plan under which the inputs of the first `audit_rows` sequences are rounded for the audit
+            only: what this trainer's values would be next to an FP4 rollout's. None reports nothing.
+        audit_rows: how many leading sequences of the batch report their codes.
+    """
+
+    audit_plan: QuantPlan | None = None
+    audit_rows: int = 0
+
+    def activation(self, site, x, guides):
+        return x, x
+
+    def expert_weight(self, name, w, guides, dtype):
+        return cast_weight(w, dtype)
+
+    def collect(self, captured, valid, guided):
+        if self.audit_plan is None or not self.audit_rows:
+            return None, None
+        plan, rows = self.audit_plan, slice(0, self.audit_rows)
+        inputs = {site: lax.stop_gradient(x[rows]) for site, x in captured.items() if x is not None}
+        codes = {site: quantize_codes(x, plan.fp4) for site, x in inputs.items() if plan.quantizes(site)}
+        return None, {site: audit_site(codes[site], inputs[site], None, plan) for site in codes}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FakeQuantNumerics:
     """The trainer: fake-quantized experts and KV, guided where `guides` holds a record.
@@ -152,21 +178,9 @@ class FakeQuantNumerics:
             if guide is not None:
                 counts[site] = _count(used, nearest, guide, valid)
             if self.audit_rows:
-                audit[site] = self._audit(used, x, guide)
+                head = jax.tree.map(lambda leaf: leaf[: self.audit_rows], used)
+                audit[site] = audit_site(head, x[: self.audit_rows], guide, self.plan)
         return (counts if guided else None), (audit or None)
-
-    def _audit(self, used: Fp4Codes, x: jax.Array, guide: Guide | None) -> SiteAudit:
-        head = slice(0, self.audit_rows)
-        used = jax.tree.map(lambda leaf: leaf[head], used)
-        x = x[head]
-        guided = jnp.zeros(used.row_exponent.shape, bool) if guide is None else guide.valid[head]
-        beyond = (used.codes & 7 == 7) & (jnp.abs(x) > jnp.abs(dequantize(used, x.dtype)))
-        return SiteAudit(
-            own=quantize(x, self.plan.fp4),
-            used=Fp4Array.from_codes(used, -1),
-            guided=guided,
-            saturated=jnp.sum(beyond, axis=-1),
-        )
 
 
 def _count(used: Fp4Codes, nearest: Fp4Codes, guide: Guide, valid: jax.Array) -> SiteCounts:

@@ -54,7 +54,8 @@ def rollout_weights(masters: nnx.State, plan: QuantPlan | None, dtype: str) -> n
         w = variable.get_value()
         if plan is not None and plan.experts and is_expert_weight(path):
             return variable.replace(quantize_weight(w, plan))
-        return variable.replace(cast_weight(w, dtype))
+        # A copy also where the dtype is the masters' own: the train step donates the masters' buffers.
+        return variable.replace(jnp.copy(cast_weight(w, dtype)))
 
     flat = nnx.to_flat_state(masters)
     return nnx.from_flat_state([(path, convert(path, variable)) for path, variable in flat])

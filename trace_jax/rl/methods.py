@@ -58,5 +58,5 @@ class MethodConfig:
     def trainer_numerics(self, audit_rows: int) -> Numerics:
         """Arithmetic of the trainer; `audit_rows` leading sequences of a minibatch report their codes."""
         if self.trainer == "bf16":
-            return Bf16Numerics()
+            return Bf16Numerics(audit_plan=self.rollout_plan(), audit_rows=audit_rows)
         return FakeQuantNumerics(plan=QuantPlan(format=self.format), audit_rows=audit_rows)

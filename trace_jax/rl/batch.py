@@ -1,0 +1,127 @@
+"""The trainer's view of a rollout."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trace_jax.guidance import GuidanceSpec, check_record
+from trace_jax.models import ModelConfig
+from trace_jax.parallel import constrain
+from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, VALUE
+from trace_jax.rollout import Trajectories
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """B sequences of S tokens.
+
+    `fed` bool `[B, S]` marks the rows that the rollout fed, and the trainer feeds exactly those; `sampled` the tokens in
+    the loss. `routes` `[L, B, S, k]` or None without replay; `sites` the records by site, empty without guidance.
+    """
+
+    tokens: Any
+    fed: Any
+    sampled: Any
+    rollout_logprobs: Any
+    advantages: Any
+    routes: Any
+    sites: Any
+
+    def rows(self, part: slice) -> "TrainBatch":
+        """Sequences `part`."""
+        by_sequence = ("tokens", "fed", "sampled", "rollout_logprobs", "advantages")
+        return TrainBatch(
+            **{name: getattr(self, name)[part] for name in by_sequence},
+            routes=None if self.routes is None else self.routes[:, part],
+            sites=jax.tree.map(lambda leaf: leaf[:, part], self.sites),
+        )
+
+    def without_guidance(self) -> "TrainBatch":
+        return dataclasses.replace(self, sites={})
+
+
+def row_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of one recorded row of each site."""
+    kv = (model.num_kv_heads, model.head_dim)
+    return {
+        EXPERT_INPUT: (model.hidden_size,),
+        DOWN_INPUT: (model.experts_per_token, model.expert_hidden_size),
+        KEY: kv,
+        VALUE: kv,
+    }
+
+
+def make_batch(
+    trajectories: Trajectories,
+    advantages: np.ndarray,
+    *,
+    model: ModelConfig,
+    spec: GuidanceSpec | None,
+    weight_version: int,
+    replay_routes: bool,
+) -> TrainBatch:
+    """Checks the record against the tokens and builds the batch. Consumes it exactly once: all rows or an error.
+
+    Args:
+        trajectories: N sequences.
+        advantages: float32 `[N]`.
+        model, spec: what the trainer is about to run.
+        weight_version: of the weights that the rollout was given.
+        replay_routes: whether the trainer replays the recorded experts.
+
+    Raises:
+        RecordError: the record does not belong to these rows, sites, layers or weights.
+        ValueError: shapes disagree, or no token was sampled at all.
+    """
+    t = trajectories
+    if advantages.shape != (len(t),):
+        raise ValueError(f"{advantages.shape} advantages for {len(t)} trajectories; expected one each.")
+    if not t.sampled.any():
+        raise ValueError("no response has a single token (all have zero length); nothing to train on.")
+    check_record(
+        t.record,
+        spec=spec,
+        row_shapes=row_shapes(model),
+        tokens=t.tokens,
+        fed=t.fed,
+        weight_version=np.full(t.tokens.shape, weight_version, np.int32),
+    )
+    return TrainBatch(
+        tokens=t.tokens,
+        fed=t.fed,
+        sampled=t.sampled,
+        rollout_logprobs=t.logprobs,
+        advantages=advantages,
+        routes=t.record.routes if replay_routes else None,
+        sites=t.record.sites,
+    )
+
+
+def replayed_routes(routes: jax.Array | None) -> jax.Array | None:
+    """int32 routes with -1 where there is none, as the model takes them."""
+    if routes is None:
+        return None
+    return jnp.where(routes == np.iinfo(routes.dtype).max, -1, routes.astype(jnp.int32))
+
+
+def constrain_batch(batch: TrainBatch) -> TrainBatch:
+    """Lays records out exactly like their tokens."""
+
+    def layered(leaf):
+        return constrain(leaf, ("layers", "batch", *(None,) * (leaf.ndim - 2)))
+
+    def by_sequence(leaf):
+        return constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
+
+    return TrainBatch(
+        **{
+            name: by_sequence(getattr(batch, name))
+            for name in ("tokens", "fed", "sampled", "rollout_logprobs", "advantages")
+        },
+        routes=None if batch.routes is None else layered(batch.routes),
+        sites=jax.tree.map(layered, batch.sites),
+    )
