@@ -42,7 +42,7 @@ def init_cache(
     *,
     layers: int | None = None,
 ) -> KVCache:
-    """A cache of zeros for `length` entries per sequence; `format` None is BF16, `layers` adds a leading axis.
+    """A cache of zeros for `length` entries per sequence; `format` None is BF16; `layers` adds an axis.
 
     ValueError if `head_dim` is no whole number of blocks.
     """

@@ -1,6 +1,7 @@
 """Quantize to FP4 and back."""
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array, Fp4Codes
@@ -74,7 +75,7 @@ def operand(a: Fp4Array | Fp4Codes) -> Float[Array, "..."]:
     return reference.operand(a)
 
 
-def dequantize(a: Fp4Array | Fp4Codes, dtype: jnp.dtype = jnp.bfloat16) -> Float[Array, "..."]:
+def dequantize(a: Fp4Array | Fp4Codes, dtype: DTypeLike = jnp.bfloat16) -> Float[Array, "..."]:
     """code x block scale x row scale, exact in BF16 and wider; NaN throughout a poisoned block."""
     a.check()
     return reference.dequantize(a, dtype)

@@ -1,6 +1,7 @@
 """Quantize and dequantize in plain JAX: the definition that every other implementation is compared with."""
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
 from kernels_pallas import formats
@@ -111,7 +112,7 @@ def operand(a: Fp4Array | Fp4Codes) -> Float[Array, "..."]:
     return _scaled_codes(_codes_in_place(a)).astype(jnp.bfloat16)
 
 
-def dequantize(a: Fp4Array | Fp4Codes, dtype: jnp.dtype = jnp.bfloat16) -> Float[Array, "..."]:
+def dequantize(a: Fp4Array | Fp4Codes, dtype: DTypeLike = jnp.bfloat16) -> Float[Array, "..."]:
     """See `api.dequantize`."""
     value = _scaled_codes(_codes_in_place(a))
     if a.format.has_row_scale:
