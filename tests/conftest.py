@@ -7,11 +7,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import zlib
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The same examples in every run, and no time limit for one: machines are shared.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture
