@@ -18,7 +18,7 @@ def attend(
     *,
     scale: float | None = None,
 ) -> Float[Array, "b t hq dv"]:
-    """Grouped-query attention of q over k and v where `mask`; what the trainer runs, and `attention` itself.
+    """Grouped-query attention of q over k and v where `mask`; what the trainer runs.
 
     Scores and softmax in FP32, probabilities cast to the dtype of `q` for the second GEMM, FP32 accumulation.
     Query heads hq = g x h are grouped by KV head (query head i uses KV head i // g). A query whose mask is
@@ -42,7 +42,7 @@ def attention(
 ) -> Float[Array, "b t hq d"]:
     """Attention of `q` at `positions` (int32) over cache entries s <= position, its own entry included.
 
-    FP4 entries are dequantized exactly to BF16; see `attend` for the arithmetic. ValueError or TypeError for
+    FP4 entries are dequantized exactly to BF16. Arithmetic of a decode kernel: see `reference`. ValueError or TypeError for
     shapes or dtypes that do not fit.
     """
     if q.shape[0] != cache.k.shape[0] or q.shape[3] != cache.k.shape[3] or q.shape[2] % cache.k.shape[2]:

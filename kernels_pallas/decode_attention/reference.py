@@ -1,4 +1,9 @@
-"""Attention in plain JAX; rollout and trainer run the same `attend`."""
+"""Attention in plain JAX: `attend` for whole sequences, `attention` over the cache.
+
+`attention` is arithmetic of a decode kernel (flash-decoding): the context in splits of a fixed size, weights
+relative to each split's own maximum and unnormalised when they are cast for the second GEMM, one division at the end.
+`attend` normalises first. The two agree to BF16 rounding, which is how far a trainer and a rollout engine are apart.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
@@ -7,6 +12,9 @@ from kernels_pallas import dots
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.kv_cache.cache import KVCache
 from kernels_pallas.quantize.reference import dequantize
+
+SPLIT = 128
+"""Cache entries per split. Fixed, so that a row's result does not depend on the batch or on the cache's length."""
 
 
 def attend(
@@ -39,7 +47,27 @@ def attention(
     """See `api.attention`."""
 
     def entries(a):
-        return (dequantize(a) if isinstance(a, Fp4Array) else a).astype(q.dtype)
+        a = (dequantize(a) if isinstance(a, Fp4Array) else a).astype(q.dtype)
+        padding = -cache.length % SPLIT
+        a = jnp.pad(a, ((0, 0), (0, padding), (0, 0), (0, 0)))
+        return a.reshape(a.shape[0], -1, min(SPLIT, a.shape[1]), *a.shape[2:])
 
-    mask = jnp.arange(cache.length, dtype=jnp.int32)[None, None] <= positions[:, :, None]
-    return attend(q, entries(cache.k), entries(cache.v), mask, scale=scale)
+    batch, tokens, q_heads, dim = q.shape
+    k, v = entries(cache.k), entries(cache.v)
+    splits, size, heads = k.shape[1:4]
+    index = jnp.arange(splits * size, dtype=jnp.int32)
+    mask = (index <= positions[:, :, None]).reshape(batch, tokens, splits, size)
+    seen = mask.any(axis=1)[..., None, None]
+    v = jnp.where(seen, v, jnp.zeros((), v.dtype))  # as in `attend`: stale entries must not reach the output
+    grouped = q.reshape(batch, tokens, heads, q_heads // heads, dim)
+    scores = dots.einsum("bthgd,bnshd->bhgtns", grouped, k) * (dim**-0.5 if scale is None else scale)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0.0, peak))
+    partial = dots.einsum("bhgtns,bnshd->bhgtnd", weights.astype(q.dtype), v)
+    # Combine the splits: each has its own maximum.
+    top = jnp.max(peak, axis=-2, keepdims=True)
+    share = jnp.exp(peak - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(share * jnp.sum(weights, axis=-1, keepdims=True), axis=-2)
+    out = jnp.sum(share * partial, axis=-2) / jnp.where(total == 0.0, 1.0, total)
+    return jnp.moveaxis(out, 3, 1).reshape(batch, tokens, q_heads, dim).astype(q.dtype)

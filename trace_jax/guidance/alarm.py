@@ -2,13 +2,13 @@
 
 import dataclasses
 
-# Records of the right rows overrule little at the first guided layer; the low bits of foreign rows agree with the
-# trainer's own only by chance. FACTOR tells the two apart without being tripped by drift of the policy, MIN_COUNT
-# keeps a handful of flips on a small batch from counting as a rise. CEILING caps the limit for methods whose
-# baseline is high because unguided layers come first: chance alone overrules about half of the values.
+# Records of the right rows overrule a percent or so of the values at the first guided layer; the low bits of foreign
+# rows agree with the trainer's own only by chance and overrule about half. The limit is FACTOR times the run's own
+# baseline, but never so low that drift of the policy would reach it, nor so high that chance would not. MIN_COUNT keeps
+# a handful of flips in a small batch from counting as a rise.
 FACTOR = 8.0
+FLOOR, CEILING = 0.05, 0.3
 MIN_COUNT = 50
-CEILING = 0.3
 
 
 @dataclasses.dataclass
@@ -20,11 +20,10 @@ class HealthAlarm:
 
     baseline: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
-    def limit(self, site: str, total: int) -> float:
-        """Largest share of overruled values that counts as healthy, for `total` values."""
-        overruled, seen = self.baseline[site]
-        share = max(overruled, MIN_COUNT) / max(seen, 1)
-        return max(min(FACTOR * share, CEILING), MIN_COUNT / max(total, 1))
+    def limit(self, site: str) -> float:
+        """Largest share of overruled values that counts as healthy."""
+        overruled, total = self.baseline[site]
+        return min(max(FACTOR * overruled / total, FLOOR), CEILING)
 
     def observe(self, counts: dict[str, tuple[int, int]]) -> list[str]:
         """Checks one step's (overruled, total) per site at the first guided layer; the first step sets the baseline.
@@ -36,13 +35,10 @@ class HealthAlarm:
         for site, (overruled, total) in counts.items():
             if total == 0:
                 continue
-            if site not in self.baseline:
-                self.baseline[site] = (int(overruled), int(total))
-                if overruled > CEILING * total:
-                    messages.append(self._message(site, overruled, total, CEILING))
-                continue
-            limit = self.limit(site, total)
-            if overruled > limit * total:
+            # The first step has no baseline of its own yet: only chance level is unhealthy there.
+            limit = self.limit(site) if site in self.baseline else CEILING
+            self.baseline.setdefault(site, (int(overruled), int(total)))
+            if overruled >= MIN_COUNT and overruled > limit * total:
                 messages.append(self._message(site, overruled, total, limit))
         return messages
 

@@ -37,12 +37,13 @@ def wide(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
+def rms_norm(x: Float[Array, "*rows D"], gain: nnx.Param, eps: float) -> Float[Array, "*rows D"]:
     """x / sqrt(mean(x^2) + eps) * gain, in FP32, returned in the dtype of x."""
     y = x.astype(wide(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    gain = gain.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (y * gain).astype(x.dtype)
+    # Rounded to BF16 like every weight that is sent to the rollout, then used in FP32.
+    g = cast_weight(gain[...], x.dtype).astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (y * g).astype(x.dtype)
 
 
 def rope(x: Float[Array, "B T heads d"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T heads d"]:
@@ -86,12 +87,12 @@ class Attention(nnx.Module):
     def __call__(self, x, positions, valid, inputs: LayerInputs, numerics: Numerics, config: ModelConfig):
         c = config
         batch, length = positions.shape
-        h = rms_norm(x, self.norm[...], c.norm_eps)
+        h = rms_norm(x, self.norm, c.norm_eps)
         q = linear(h, self.query).reshape(batch, length, c.num_heads, c.head_dim)
         k = linear(h, self.key).reshape(batch, length, c.num_kv_heads, c.head_dim)
         v = linear(h, self.value).reshape(batch, length, c.num_kv_heads, c.head_dim)
-        q = rope(rms_norm(q, self.query_norm[...], c.norm_eps), positions, c.rope_theta)
-        k = rope(rms_norm(k, self.key_norm[...], c.norm_eps), positions, c.rope_theta)
+        q = rope(rms_norm(q, self.query_norm, c.norm_eps), positions, c.rope_theta)
+        k = rope(rms_norm(k, self.key_norm, c.norm_eps), positions, c.rope_theta)
         captured = {}
         if inputs.cache is None:
             k, captured[KEY] = numerics.activation(KEY, k, inputs.guides)
@@ -135,7 +136,7 @@ class MoE(nnx.Module):
         c, k = config, config.experts_per_token
         batch, length, _ = x.shape
         tokens = batch * length
-        h = rms_norm(x, self.norm[...], c.norm_eps)
+        h = rms_norm(x, self.norm, c.norm_eps)
         own_experts, experts, gates = self.route(h, inputs.routes, k)
         dispatch = make_dispatch(experts.reshape(tokens, k), c.num_experts)
         captured = {}
@@ -163,7 +164,8 @@ class MoE(nnx.Module):
             This model's own choice, the choice that is used (both int32 `[B, T, k]`), and the gates of the latter.
         """
         acc = wide(h.dtype)
-        logits = jnp.matmul(h.astype(acc), self.router[...].astype(acc), precision="highest")
+        router = cast_weight(self.router[...], h.dtype).astype(acc)
+        logits = jnp.matmul(h.astype(acc), router, precision="highest")
         _, own_experts = jax.lax.top_k(jax.lax.stop_gradient(logits), k)
         experts = own_experts if replay is None else jnp.where(replay >= 0, replay, own_experts)
         gates = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)

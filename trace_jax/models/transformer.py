@@ -124,7 +124,7 @@ class Transformer(nnx.Module):
             x, part = run(x, start, stop, guided)
             parts.append(part)
         new_cache, experts, guided_parts, every = (_concatenate(list(p)) for p in zip(*parts, strict=True))
-        hidden = rms_norm(x, self.final_norm[...], config.norm_eps)
+        hidden = rms_norm(x, self.final_norm, config.norm_eps)
         return ForwardOutput(hidden=hidden, cache=new_cache, routes=experts, guided=guided_parts, every=every)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

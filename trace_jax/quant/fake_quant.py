@@ -34,7 +34,7 @@ def cast_weight(w: jax.Array, dtype: str) -> jax.Array:
     """
     if w.dtype == jnp.dtype(dtype):
         return w
-    if dtype == "bfloat16":
+    if jnp.dtype(dtype) == jnp.bfloat16:
         rounded = lax.reduce_precision(lax.stop_gradient(w), exponent_bits=8, mantissa_bits=7)
         w = straight_through(w, rounded)
     return w.astype(dtype)
