@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from trace_jax.data import encode_prompt
 from trace_jax.models import ModelConfig
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
@@ -51,13 +52,9 @@ class Evaluator:
         Raises:
             ValueError: there are no problems.
         """
-        tokenizer = self.task.tokenizer
-        prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+        prompts = [encode_prompt(self.task, problem) for problem in problems]
         keys = jax.random.split(jax.random.key(seed), max(len(prompts), 1))
         weights = self._weights(params, self.plan, self.model.dtype)
         trajectories = self.sampler.generate(weights, prompts, keys, weight_version=0)
-        scores = []
-        for n, problem in enumerate(problems):
-            tokens = [token for token in trajectories.response(n) if token != tokenizer.eos_id]
-            scores.append(self.task.score(tokenizer.decode(tokens), problem))
-        return np.asarray(scores, np.float64)
+        texts = [self.task.tokenizer.decode(trajectories.response(n)) for n in range(len(problems))]
+        return np.asarray([self.task.score(text, p) for text, p in zip(texts, problems, strict=True)], np.float64)

@@ -97,9 +97,8 @@ class Loop:
         """Version of the weights that this step's rollout uses."""
         return max(0, self.version - self.config.max_version_lag)
 
-    def roll_out(self, problems: Sequence[Problem]) -> Trajectories:
-        """Samples a group of responses to each problem with this step's keys."""
-        prompts = [self.task.tokenizer.encode(problem.prompt) for problem in problems]
+    def roll_out(self, prompts: Sequence[Sequence[int]]) -> Trajectories:
+        """Samples a group of responses to each prompt (token ids) with this step's keys."""
         key = jax.random.fold_in(jax.random.key(self.seed), self.step)
         keys = jax.random.split(key, len(prompts) * self.config.group_size)
         version = self.rollout_version()
@@ -108,14 +107,12 @@ class Loop:
     def rewards(self, problems: Sequence[Problem], trajectories: Trajectories) -> np.ndarray:
         """float64 `[prompts, group_size]`."""
         scores = [
-            self.task.score(self._text(trajectories.response(n)), problems[n // self.config.group_size])
+            self.task.score(
+                self.task.tokenizer.decode(trajectories.response(n)), problems[n // self.config.group_size]
+            )
             for n in range(len(trajectories))
         ]
         return np.asarray(scores, np.float64).reshape(len(problems), self.config.group_size)
-
-    def _text(self, tokens: list[int]) -> str:
-        eos = self.task.tokenizer.eos_id
-        return self.task.tokenizer.decode([token for token in tokens if token != eos])
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -241,11 +238,11 @@ class Loop:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def run_step(self, problems: Sequence[Problem]) -> dict[str, Any]:
-        """One step on `problems`; returns its metrics, all on the host."""
+    def run_step(self, prompts: Sequence[Sequence[int]], problems: Sequence[Problem]) -> dict[str, Any]:
+        """One step on `problems`, whose `prompts` are token ids; returns its metrics, all on the host."""
         clock, config = _Clock(), self.config
         version = self.rollout_version()
-        trajectories = self.roll_out(problems)
+        trajectories = self.roll_out(prompts)
         clock.lap("rollout")
         rewards = self.rewards(problems, trajectories)
         advantages = group_advantages(rewards)
