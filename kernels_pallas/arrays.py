@@ -90,6 +90,29 @@ def expand_rows(rows: Shaped[Array, "..."], ndim: int, axis: int) -> Shaped[Arra
     )
 
 
+def _check_parts(tensor: "Fp4Codes | Fp4Array", values: Any) -> None:
+    """Check the parts that codes and packed arrays have in common against the shape of `values`."""
+    axis, format = tensor.axis, tensor.format
+    check_axis(axis)
+    scales_shape = None
+    if isinstance(values, jax.Array):
+        shape = tensor.shape
+        check_block(shape[axis], axis, format)
+        scales_shape = resize_axis(shape, axis, shape[axis] // format.block)
+    check_leaf("scales", tensor.scales, jnp.uint8, scales_shape)
+    check_leaf("row_exponent", tensor.row_exponent, jnp.uint8, None)
+    if isinstance(values, jax.Array) and isinstance(tensor.row_exponent, jax.Array):
+        rows = (*shape[: len(shape) + axis], *shape[len(shape) + axis + 1 :])
+        found = tensor.row_exponent.shape
+        allowed = (rows, shape[:-2])
+        # Unpacked weights carry [..., 1] for rows [..., N]: any shape that broadcasts will do.
+        fits = any(
+            len(found) == len(a) and all(n in (1, m) for n, m in zip(found, a, strict=True)) for a in allowed
+        )
+        if not fits:
+            raise ValueError(f"row_exponent has shape {found}; expected {rows} or {shape[:-2]} (matrix rows)")
+
+
 @pytree_dataclass(static=("format", "axis"))
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Fp4Codes:
@@ -124,15 +147,8 @@ class Fp4Codes:
 
     def check(self) -> None:
         """Raise TypeError or ValueError if array leaves do not fit together."""
-        check_axis(self.axis)
         check_leaf("codes", self.codes, jnp.uint8, None)
-        scales_shape = None
-        if isinstance(self.codes, jax.Array):
-            size = self.codes.shape[self.axis]
-            check_block(size, self.axis, self.format)
-            scales_shape = resize_axis(self.codes.shape, self.axis, size // self.format.block)
-        check_leaf("scales", self.scales, jnp.uint8, scales_shape)
-        check_leaf("row_exponent", self.row_exponent, jnp.uint8, None)
+        _check_parts(self, self.codes)
 
 
 @pytree_dataclass(static=("format", "axis"))
@@ -175,15 +191,8 @@ class Fp4Array:
 
     def check(self) -> None:
         """Raise TypeError or ValueError if array leaves do not fit together."""
-        check_axis(self.axis)
         check_leaf("words", self.words, jnp.uint32, None)
-        scales_shape = None
-        if isinstance(self.words, jax.Array):
-            size = self.words.shape[self.axis] * 8
-            check_block(size, self.axis, self.format)
-            scales_shape = resize_axis(self.words.shape, self.axis, size // self.format.block)
-        check_leaf("scales", self.scales, jnp.uint8, scales_shape)
-        check_leaf("row_exponent", self.row_exponent, jnp.uint8, None)
+        _check_parts(self, self.words)
 
     def unpack(self) -> Fp4Codes:
         """The same tensor with one byte per code and the grouped axis moved last."""

@@ -42,8 +42,8 @@ def attention(
 ) -> Float[Array, "b t hq d"]:
     """Attention of `q` at `positions` (int32) over cache entries s <= position, its own entry included.
 
-    FP4 entries are dequantized exactly to BF16. Arithmetic of a decode kernel: see `reference`. ValueError or TypeError for
-    shapes or dtypes that do not fit.
+    FP4 entries are dequantized exactly to BF16. The arithmetic is that of a decode kernel: see `reference`.
+    ValueError or TypeError for shapes or dtypes that do not fit.
     """
     if q.shape[0] != cache.k.shape[0] or q.shape[3] != cache.k.shape[3] or q.shape[2] % cache.k.shape[2]:
         raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [B, S, H, Dh]")

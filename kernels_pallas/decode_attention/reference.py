@@ -55,8 +55,9 @@ def attention(
     batch, tokens, q_heads, dim = q.shape
     k, v = entries(cache.k), entries(cache.v)
     splits, size, heads = k.shape[1:4]
-    index = jnp.arange(splits * size, dtype=jnp.int32)
-    mask = (index <= positions[:, :, None]).reshape(batch, tokens, splits, size)
+    index = jnp.arange(splits * size, dtype=jnp.int32)[None, None]
+    mask = (index <= positions[:, :, None]) & (index < cache.length)
+    mask = mask.reshape(batch, tokens, splits, size)
     seen = mask.any(axis=1)[..., None, None]
     v = jnp.where(seen, v, jnp.zeros((), v.dtype))  # as in `attend`: stale entries must not reach the output
     grouped = q.reshape(batch, tokens, heads, q_heads // heads, dim)

@@ -59,7 +59,7 @@ def block_layout(group_sizes: Int32[Array, " e"], rows: int) -> Layout:
 
     block = jnp.arange(blocks, dtype=jnp.int32)
     group = owner(block, block_end)
-    within = (block - block_start[group])[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    within = (block - block_start[group])[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
     index = jnp.arange(rows, dtype=jnp.int32)
     row_group = owner(index, row_end)
     in_group = index < row_end[-1]

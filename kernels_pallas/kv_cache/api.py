@@ -15,8 +15,8 @@ def append(
     cache: KVCache,
     k: Shaped[Array, "b t h d"],
     v: Shaped[Array, "b t h d"],
-    positions: Shaped[Array, "b t"],
-    valid: Shaped[Array, "b t"],
+    positions: Shaped[Array, "..."],
+    valid: Shaped[Array, "..."],
     *,
     implementation: str | None = None,
 ) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:

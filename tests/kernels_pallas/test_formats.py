@@ -75,11 +75,13 @@ def test_row_scale_is_a_power_of_two(exponent):
         assert float(scale) == 2.0 ** (exponent - 127)
 
 
+ABOVE_2688 = np.nextafter(np.float32(2688), np.float32(1e9))
+
+
 @pytest.mark.parametrize(
     ("amax", "expected"),
-    [(2688.0, 0), (np.nextafter(np.float32(2688), np.float32(1e9)), 1), (1344.0, -1), (0.0, -100), (1e-40, -100),
-     (3.3895314e38, 116)],
-)  # fmt: skip
+    [(2688.0, 0), (ABOVE_2688, 1), (1344.0, -1), (0.0, -100), (1e-40, -100), (3.3895314e38, 116)],
+)
 def test_row_exponent_of_amax(amax, expected):
     bits = jax.lax.bitcast_convert_type(jnp.float32([amax]), jnp.int32)
     assert int(formats.row_exponent_from_amax(bits)[0]) - 127 == expected

@@ -1,0 +1,200 @@
+"""Grouped matmul: values and gradients against lax.ragged_dot, empty experts, NaN isolation, row independence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from kernels_pallas.formats import MXFP4, NVFP4
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul.api import IMPLEMENTATIONS
+from kernels_pallas.grouped_matmul.reference import block_layout, block_rows
+from kernels_pallas.grouped_matmul.shapes import SHAPES
+from kernels_pallas.quantize import dequantize, quantize
+
+FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
+TINY = SHAPES["tiny"]  # 48 rows, 6 experts
+SIZES = {
+    "even": [8, 8, 8, 8, 8, 8],
+    "empty_first": [0, 20, 9, 1, 11, 7],
+    "empty_middle": [13, 9, 0, 0, 25, 1],
+    "empty_last": [17, 20, 9, 1, 1, 0],
+    "one_takes_all": [0, 0, 0, 48, 0, 0],
+    "all_empty": [0, 0, 0, 0, 0, 0],
+    "rows_to_spare": [3, 0, 9, 1, 20, 2],
+}
+EACH_SIZE = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+@pytest.fixture(params=sorted(IMPLEMENTATIONS), scope="module")
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(implementation):
+    return jax.jit(lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation=implementation))
+
+
+@pytest.fixture(scope="module")
+def gradients(implementation):
+    def loss(x, w, sizes):
+        return jnp.sum(jnp.sin(grouped_matmul(x, w, sizes, implementation=implementation)))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+def inputs(rng, dtype=jnp.float32, shape=TINY):
+    x = jnp.asarray(rng.standard_normal((shape.rows, shape.k)), dtype)
+    return x, jnp.asarray(rng.standard_normal((shape.experts, shape.k, shape.n)), dtype)
+
+
+def ragged_dot(x, w, sizes):
+    return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+
+
+@jax.jit
+def ragged_gradients(x, w, sizes):
+    return jax.grad(lambda x, w: jnp.sum(jnp.sin(ragged_dot(x, w, sizes))), argnums=(0, 1))(x, w)
+
+
+@EACH_SIZE
+def test_agrees_with_ragged_dot(run, rng, sizes):
+    x, w = inputs(rng)
+    sizes = jnp.int32(sizes)
+    out = np.asarray(run(x, w, sizes))
+    np.testing.assert_allclose(out, np.asarray(ragged_dot(x, w, sizes)), rtol=1e-5, atol=1e-4)
+    assert (out[int(sizes.sum()) :] == 0).all()
+
+
+@EACH_SIZE
+def test_gradients_agree_with_ragged_dots(gradients, rng, sizes):
+    x, w = inputs(rng)
+    sizes = jnp.int32(sizes)
+    dx, dw = gradients(x, w, sizes)
+    expected_dx, expected_dw = ragged_gradients(x, w, sizes)
+    np.testing.assert_allclose(np.asarray(dx), np.asarray(expected_dx), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(dw), np.asarray(expected_dw), rtol=1e-4, atol=1e-4)
+    assert (np.asarray(dw)[np.asarray(sizes) == 0] == 0).all()
+
+
+def test_bf16_operands_accumulate_in_float32(run, gradients, rng):
+    x, w = inputs(rng, jnp.bfloat16)
+    sizes = jnp.int32(SIZES["empty_middle"])
+    out = run(x, w, sizes)
+    assert out.dtype == jnp.float32
+    wide = ragged_dot(x.astype(jnp.float32), w.astype(jnp.float32), sizes)
+    np.testing.assert_allclose(np.asarray(out), np.asarray(wide), rtol=1e-5, atol=1e-4)
+    assert [g.dtype for g in gradients(x, w, sizes)] == [jnp.bfloat16] * 2
+
+
+def test_gradients_are_right_in_float64(run, rng):
+    with jax.enable_x64(True):
+        x, w = jnp.asarray(rng.standard_normal((10, 4))), jnp.asarray(rng.standard_normal((3, 4, 2)))
+        sizes = jnp.int32([4, 0, 5])
+        check_grads(lambda x, w: run(x, w, sizes), (x, w), order=1, modes=["rev"])
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ["tiny", "tiny_decode"])
+@pytest.mark.parametrize("kind", ["x", "w", "both"])
+def test_fp4_operands_are_their_dequantized_values(run, rng, format, name, kind):
+    shape = SHAPES[name]
+    x, w = inputs(rng, jnp.bfloat16, shape)
+    sizes = np.zeros(shape.experts, np.int32)
+    np.add.at(sizes, rng.integers(0, shape.experts, shape.rows), 1)
+    w = w * jnp.asarray(2.0 ** np.arange(shape.experts), jnp.bfloat16)[:, None, None]
+
+    @jax.jit
+    def quantized(x, w):
+        x_q, w_q = quantize(x, format), quantize(w, format, axis=-2, row_axes=(-2, -1))
+        return x_q, w_q, dequantize(x_q, jnp.float32), dequantize(w_q, jnp.float32)
+
+    x_q, w_q, x_values, w_values = quantized(x, w)
+    x, x_values = (x, x.astype(jnp.float32)) if kind == "w" else (x_q, x_values)
+    w, w_values = (w, w.astype(jnp.float32)) if kind == "x" else (w_q, w_values)
+    expected = np.asarray(ragged_dot(x_values, w_values, jnp.asarray(sizes)))
+    tolerance = 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(run(x, w, jnp.asarray(sizes))), expected, rtol=1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize("where", ["rows", "weights"])
+def test_nan_in_one_expert_leaves_the_others_bitwise_unchanged(run, gradients, rng, where):
+    x, w = inputs(rng, jnp.bfloat16)
+    sizes = jnp.int32([5, 9, 0, 14, 11, 6])  # expert 3 holds rows 14 to 27
+    bad_x = x.at[14:28].set(jnp.nan) if where == "rows" else x
+    bad_w = w.at[3].set(jnp.nan) if where == "weights" else w
+    others = np.ones(TINY.rows, bool)
+    others[14:28] = False
+    clean, poisoned = np.asarray(run(x, w, sizes)), np.asarray(run(bad_x, bad_w, sizes))
+    np.testing.assert_array_equal(poisoned[others], clean[others])
+    assert np.isnan(poisoned[14:28]).all()
+    (dx, dw), (bad_dx, bad_dw) = gradients(x, w, sizes), gradients(bad_x, bad_w, sizes)
+    np.testing.assert_array_equal(np.asarray(bad_dx)[others], np.asarray(dx)[others])
+    rest = np.arange(TINY.experts) != 3
+    np.testing.assert_array_equal(np.asarray(bad_dw)[rest], np.asarray(dw)[rest])
+
+
+def test_a_poisoned_fp4_expert_leaves_the_others_bitwise_unchanged(run, rng):
+    x, w = inputs(rng, jnp.bfloat16)
+    sizes = jnp.int32([5, 9, 0, 14, 11, 6])
+    pack = jax.jit(lambda x, w: (quantize(x, NVFP4), quantize(w, NVFP4, axis=-2, row_axes=(-2, -1))))
+    clean, poisoned = run(*pack(x, w), sizes), run(*pack(x, w.at[3, 0, 0].set(jnp.inf)), sizes)
+    clean, poisoned = np.asarray(clean), np.asarray(poisoned)
+    np.testing.assert_array_equal(np.delete(poisoned, slice(14, 28), 0), np.delete(clean, slice(14, 28), 0))
+    assert np.isnan(poisoned[14:28, 0]).all() and not np.isnan(poisoned[14:28, 1:]).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_row_does_not_depend_on_its_companions(run, rng, dtype):
+    x, w = inputs(rng, dtype)
+    sizes = jnp.int32(SIZES["empty_middle"])
+    other = jnp.asarray(rng.standard_normal(x.shape), dtype).at[15].set(x[15])
+    a, b = np.asarray(run(x, w, sizes)), np.asarray(run(other, w, sizes))
+    np.testing.assert_array_equal(a[15], b[15])
+
+
+LAYOUT = jax.jit(lambda sizes, rows: block_layout(sizes, rows).__dict__, static_argnums=1)
+
+
+@given(rows=st.sampled_from([1, 7, 40, 100]), cuts=st.lists(st.integers(0, 100), min_size=6, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_every_row_has_one_slot_in_a_block_of_its_own_expert(rows, cuts):
+    ends = np.minimum(np.sort(cuts), rows)
+    sizes = np.diff(ends, prepend=0).astype(np.int32)
+    total, size = int(sizes.sum()), block_rows(rows, len(sizes))
+    layout = {name: np.asarray(value) for name, value in LAYOUT(jnp.asarray(sizes), rows).items()}
+    np.testing.assert_array_equal(layout["in_group"], np.arange(rows) < total)
+    used = layout["slot"][:total]
+    assert len(set(used)) == total and (used < layout["row"].size).all()
+    assert layout["filled"].sum() == total and layout["filled"].reshape(-1)[used].all()
+    np.testing.assert_array_equal(layout["row"].reshape(-1)[used], np.arange(total))
+    np.testing.assert_array_equal(layout["group"][used // size], np.repeat(np.arange(len(sizes)), sizes))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shapes_are_served(run, name):
+    shape = SHAPES[name]
+    x = jax.ShapeDtypeStruct((shape.rows, shape.k), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((shape.experts, shape.k, shape.n), jnp.bfloat16)
+    w_q = jax.eval_shape(lambda w: quantize(w, NVFP4, axis=-2, row_axes=(-2, -1)), w)
+    sizes = jax.ShapeDtypeStruct((shape.experts,), jnp.int32)
+    assert jax.eval_shape(run, x, w_q, sizes).shape == (shape.rows, shape.n)
+
+
+def test_errors_name_what_is_wrong(rng):
+    x, w = inputs(rng)
+    sizes = jnp.int32(SIZES["even"])
+    with pytest.raises(ValueError, match=r"group_sizes has shape \(5,\); expected \(6,\)"):
+        grouped_matmul(x, w, sizes[:5])
+    with pytest.raises(TypeError, match="group_sizes is float32; expected int32"):
+        grouped_matmul(x, w, sizes.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"x \(48, 64\) by w \(6, 48, 64\)"):
+        grouped_matmul(x, w.swapaxes(1, 2), sizes)
+    with pytest.raises(TypeError, match="w is float16; expected"):
+        grouped_matmul(x, w.astype(jnp.float16), sizes)
+    with pytest.raises(ValueError, match=r"no implementation 'triton'; available"):
+        grouped_matmul(x, w, sizes, implementation="triton")
