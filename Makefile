@@ -25,7 +25,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@touch $(STAMP)
 
 demo: env  ## warm-start a tiny MoE and compare the methods on CPU; writes runs/demo/
-	$(RUN) -m experiments.compare
+	$(RUN) -m experiments.compare experiment=demo
 
 test: env  ## core suite
 	$(RUN) -m pytest -m "not slow" $(PYTEST_ARGS)

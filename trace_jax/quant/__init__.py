@@ -10,7 +10,7 @@ from trace_jax.quant.numerics import (
     SiteCounts,
     guides_of,
 )
-from trace_jax.quant.plan import DOWN_INPUT, EXPERT_INPUT, KEY, SITES, VALUE, QuantPlan
+from trace_jax.quant.plan import DOWN_INPUT, EXPERT_INPUT, KEY, SITES, VALUE, PlanError, QuantPlan
 from trace_jax.quant.weights import expert_guides, quantize_weight, rollout_weights
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "FakeQuantNumerics",
     "Numerics",
     "PackedNumerics",
+    "PlanError",
     "QuantPlan",
     "SiteAudit",
     "SiteCounts",

@@ -12,6 +12,10 @@ SITES = (EXPERT_INPUT, DOWN_INPUT, KEY, VALUE)
 SCALE_RULES = ("amax", "4over6")
 
 
+class PlanError(ValueError):
+    """A model whose tensors cannot be quantized as planned."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantPlan:
     """Routed-expert weights and activations and the KV cache in one FP4 format; everything else stays BF16.
@@ -42,7 +46,7 @@ class QuantPlan:
         return self.kv if site in (KEY, VALUE) else self.experts
 
     def check(self, *, hidden_size: int, expert_hidden_size: int, head_dim: int) -> None:
-        """Raises ValueError when a contraction does not split into whole blocks."""
+        """Raises PlanError when a contraction does not split into whole blocks."""
         sizes = {}
         if self.experts:
             sizes |= {"model.hidden_size": hidden_size, "model.expert_hidden_size": expert_hidden_size}
@@ -50,7 +54,7 @@ class QuantPlan:
             sizes |= {"model.head_dim": head_dim}
         for name, size in sizes.items():
             if size % self.fp4.block:
-                raise ValueError(
+                raise PlanError(
                     f"{name} is {size}, not a multiple of the {self.format} block of {self.fp4.block}. Choose "
                     f"{-(-size // self.fp4.block) * self.fp4.block}, or leave this tensor in BF16 "
                     f"({'kv=false' if name.endswith('head_dim') else 'experts=false'})."

@@ -71,6 +71,7 @@ class RLConfig:
     evaluation_prompts: int = 64
     checkpoint_every: int = 10
     keep_checkpoints: int = 2
+    save_trajectories_every: int = 0
 
     def __post_init__(self):
         if self.ratio not in RATIOS:

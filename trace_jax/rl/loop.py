@@ -37,21 +37,20 @@ class Loop:
         self,
         *,
         graphdef: nnx.GraphDef,
-        params: nnx.State,
         model: ModelConfig,
         method: MethodConfig,
         config: RLConfig,
         optimizer: OptimizerConfig,
         task: Task,
         prompt_length: int,
-        seed: int,
     ):
+        """Compiles nothing yet; `start` gives the loop its parameters, and may be called again for another seed."""
         if config.minibatch % optimizer.accumulation:
             raise ValueError(
                 f"a minibatch of {config.minibatch} sequences does not split into "
                 f"optimizer.accumulation={optimizer.accumulation} microbatches."
             )
-        self.model, self.method, self.config, self.task, self.seed = model, method, config, task, seed
+        self.model, self.method, self.config, self.task = model, method, config, task
         self.spec = method.record_spec(model)
         self.plan = method.rollout_plan()
         self.accumulation = optimizer.accumulation
@@ -84,11 +83,18 @@ class Loop:
             spec=self.spec,
         )
         self._sync = jax.jit(rollout_weights, static_argnums=(1, 2))
+
+    def start(self, params: nnx.State, seed: int) -> None:
+        """Begins a run at step 0 from masters `params`; they are donated to the first train step.
+
+        Raises:
+            NonFiniteError: a parameter holds NaN or Inf.
+        """
         check_finite(params)
+        self.seed, self.step, self.version = seed, 0, 0
         self.train: TrainState = self.trainer.init(params)
-        self.reference = jax.tree.map(jnp.copy, params) if config.kl_coefficient else None
-        self.step, self.version = 0, 0
-        self.history: dict[int, nnx.State] = {0: self._sync(params, self.plan, model.dtype)}
+        self.reference = jax.tree.map(jnp.copy, params) if self.config.kl_coefficient else None
+        self.history: dict[int, nnx.State] = {0: self._sync(params, self.plan, self.model.dtype)}
         self.alarm = HealthAlarm()
 
     # -- rollout ------------------------------------------------------------------------------------------------
@@ -215,12 +221,11 @@ class Loop:
         """The rest of the state, as JSON: with the seed, `step` fixes every PRNG key."""
         return {"step": self.step, "version": self.version, "seed": self.seed, "alarm": self.alarm.baseline}
 
-    def template(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Abstract `arrays()` of a loop in the state `values`."""
-        oldest = max(0, values["version"] - self.config.max_version_lag)
-        weights = jax.eval_shape(lambda p: rollout_weights(p, self.plan, self.model.dtype), self.train.params)
-        older = {f"version_{v}": weights for v in range(oldest, values["version"])}
-        return {"train": jax.tree.map(_abstract, self.train), "history": older}
+    def template(self, step: int) -> dict[str, Any]:
+        """`arrays()` of a loop after `step` steps, in shape, dtype and sharding. Call after `start`."""
+        newest = self.history[self.version]
+        older = {f"version_{v}": newest for v in range(max(0, step - self.config.max_version_lag), step)}
+        return {"train": self.train, "history": older}
 
     def restore(self, arrays: dict[str, Any], values: dict[str, Any]) -> None:
         """Continues from a checkpoint.
@@ -229,7 +234,7 @@ class Loop:
             ValueError: the checkpoint was written under another seed.
         """
         if values["seed"] != self.seed:
-            raise ValueError(f"checkpoint was written with seed {values['seed']}, this run has seed {self.seed}.")
+            raise ValueError(f"checkpoint was written with seed {values['seed']}, this run has {self.seed}.")
         self.step, self.version = values["step"], values["version"]
         self.alarm = HealthAlarm({site: tuple(counts) for site, counts in values["alarm"].items()})
         self.train = arrays["train"]
@@ -281,11 +286,8 @@ class Loop:
             **clock.seconds,
         }
         self.step += 1
+        self.trajectories = trajectories
         return metrics
-
-
-def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 class _Clock:

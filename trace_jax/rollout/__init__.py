@@ -2,6 +2,7 @@
 
 from trace_jax.rollout.sampler import RolloutConfig, Sampler
 from trace_jax.rollout.sampling import SamplingConfig, sample, scale_logits, token_logprobs
+from trace_jax.rollout.store import load_trajectories, save_trajectories
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
 __all__ = [
@@ -10,7 +11,9 @@ __all__ = [
     "SamplingConfig",
     "Trajectories",
     "concatenate",
+    "load_trajectories",
     "sample",
+    "save_trajectories",
     "scale_logits",
     "token_logprobs",
 ]

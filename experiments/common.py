@@ -1,0 +1,69 @@
+"""What the scripts share: strict configs from Hydra, readable failures, and JAX's compilation cache."""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+import jax
+
+from trace_jax.config import ConfigError, from_mapping
+from trace_jax.data import DataError
+from trace_jax.guidance import RecordError
+from trace_jax.quant import PlanError
+from trace_jax.rl import MethodConfig, NonFiniteError
+from trace_jax.runs import CheckpointError, MetricsError, RunFolderError
+from trace_jax.tasks import TaskError
+
+CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
+
+# Errors whose message says all there is to say. Anything else is a bug and keeps its traceback.
+EXPECTED_ERRORS = (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FileNotFoundError,
+    MetricsError,
+    NonFiniteError,
+    PlanError,
+    RecordError,
+    RunFolderError,
+    TaskError,
+)
+
+
+def script(main: Callable) -> Callable:
+    """Ends a script with the message of an expected error and exit status 2, without a traceback."""
+
+    @functools.wraps(main)
+    def run(*args):
+        logging.getLogger().setLevel(logging.WARNING)  # Hydra sets INFO, and checkpoint libraries are chatty there
+        try:
+            return main(*args)
+        except EXPECTED_ERRORS as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return run
+
+
+def enable_compilation_cache(root: str) -> None:
+    """Keeps compiled programs in `<root>/.jax_cache`, so that a resume or a second comparison starts at once."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path(root).absolute() / ".jax_cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def method_config(name: str) -> MethodConfig:
+    """The preset `configs/method/<name>.yaml`.
+
+    Raises:
+        ConfigError: no such preset; the message lists them.
+    """
+    presets = sorted(path.stem for path in (Path(CONFIGS) / "method").glob("*.yaml"))
+    if name not in presets:
+        raise ConfigError(f"unknown method {name!r}; expected one of {', '.join(presets)}.")
+    return from_mapping(MethodConfig, hydra.compose(config_name=f"method/{name}").method, prefix="method")

@@ -1,0 +1,126 @@
+"""A model, prompts and rollouts small enough for one CPU core, built once per process and shared by the tests."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+
+from trace_jax.config import from_mapping
+from trace_jax.models import ModelConfig, abstract, logical_axes
+from trace_jax.quant import QuantPlan, rollout_weights
+from trace_jax.rl import MethodConfig, OptimizerConfig, RLConfig, Trainer, make_batch, make_optimizer
+from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
+
+MODEL = ModelConfig(
+    vocab_size=17,
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=4,
+    experts_per_token=2,
+    expert_hidden_size=32,
+)
+STOP = 2
+PROMPTS = ([1, 5, 9, 4], [1, 7, 3], [1, 11, 12, 13, 14, 6])
+GROUP = 2
+# All sequences are audited, so every code of the rollout is at hand.
+ROLLOUT = RolloutConfig(num_prompts=3, group_size=GROUP, prompt_length=6, chunk=4, audit_rows=tuple(range(6)))
+SAMPLING = SamplingConfig(max_new_tokens=10, stop_tokens=(STOP,))
+RL = RLConfig(prompts=3, group_size=GROUP, max_new_tokens=10, decode_chunk=4, audit_sequences=6)
+_METHODS = pathlib.Path(__file__).parents[2] / "configs" / "method"
+
+
+def method(name: str, **changes) -> MethodConfig:
+    """A method as users get it, from `configs/method`."""
+    mapping = yaml.safe_load((_METHODS / f"{name}.yaml").read_text())
+    return dataclasses.replace(from_mapping(MethodConfig, mapping), **changes)
+
+
+def perturbed(params, relative: float, seed: int):
+    """Every weight moved by a random `relative` of itself. In NumPy: compiling JAX's generator costs seconds."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda w: jnp.asarray(w * (1 + relative * rng.standard_normal(w.shape)), w.dtype), params
+    )
+
+
+@functools.cache
+def masters(model: ModelConfig = MODEL, seed: int = 0):
+    """(graphdef, FP32 masters). Gains are not 1, so that no weight is exactly representable in BF16."""
+    rng = np.random.default_rng(seed)
+    graphdef, shapes = abstract(model)
+
+    def init(leaf, axes):
+        if axes[-1] == "norm":
+            return jnp.asarray(1 + 0.05 * rng.standard_normal(leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.standard_normal(leaf.shape) * leaf.shape[-2] ** -0.5, leaf.dtype)
+
+    leaves, tree = jax.tree.flatten(shapes)
+    axes = jax.tree.leaves(logical_axes(shapes), is_leaf=lambda a: isinstance(a, tuple))
+    return graphdef, jax.tree.unflatten(tree, [init(*pair) for pair in zip(leaves, axes, strict=True)])
+
+
+sync = jax.jit(rollout_weights, static_argnums=(1, 2))
+
+
+@functools.cache
+def sampler(plan: QuantPlan | None, record, model=MODEL, rollout=ROLLOUT, sampling=SAMPLING) -> Sampler:
+    return Sampler(masters(model)[0], model, rollout, sampling, plan=plan, record=record)
+
+
+def keys_for(prompts, seed: int = 7, group: int = GROUP) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), len(prompts) * group)
+
+
+@functools.cache
+def rollout(name: str, model: ModelConfig = MODEL):
+    """(trajectories, rollout weights) of a method on the shared prompts; version 3. Treat as read-only."""
+    chosen = method(name)
+    plan = chosen.rollout_plan()
+    weights = sync(masters(model)[1], plan, model.dtype)
+    out = sampler(plan, chosen.record_spec(model), model).generate(
+        weights, PROMPTS, keys_for(PROMPTS), weight_version=3
+    )
+    return out, weights
+
+
+@functools.cache
+def trainer(name: str, config: RLConfig = RL, model: ModelConfig = MODEL) -> Trainer:
+    chosen = method(name)
+    return Trainer(
+        masters(model)[0],
+        model,
+        config,
+        make_optimizer(OptimizerConfig(learning_rate=1e-3), 100),
+        numerics=chosen.trainer_numerics(config.audit_sequences),
+        spec=chosen.record_spec(model),
+    )
+
+
+ADVANTAGES = np.asarray([1.0, -1.0, 0.5, -0.5, 2.0, -1.5], np.float32)
+
+
+def batch(name: str, trajectories=None, *, replay_routes: bool = True, model: ModelConfig = MODEL):
+    return make_batch(
+        rollout(name, model)[0] if trajectories is None else trajectories,
+        ADVANTAGES,
+        model=model,
+        spec=method(name).record_spec(model),
+        weight_version=3,
+        replay_routes=replay_routes,
+    )
+
+
+def equal_trees(a, b) -> bool:
+    """Same structure and the same bits."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(np.asarray(x), np.asarray(y), equal_nan=jnp.issubdtype(x.dtype, jnp.floating))
+        for x, y in pairs
+    )

@@ -1,0 +1,196 @@
+"""One named RL run: wiring, resume, metrics, checkpoints."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from trace_jax.alignment.summary import Run
+from trace_jax.config import ConfigError, from_mapping, to_mapping
+from trace_jax.data import prompt_iterator
+from trace_jax.models import ModelConfig, create, logical_axes
+from trace_jax.parallel import MeshConfig, make_mesh, shard
+from trace_jax.rl.config import OptimizerConfig, RLConfig
+from trace_jax.rl.evaluation import Evaluator
+from trace_jax.rl.loop import Loop
+from trace_jax.rl.methods import MethodConfig
+from trace_jax.rl.trainer import state_shardings
+from trace_jax.rollout import SamplingConfig, save_trajectories
+from trace_jax.runs import Checkpoints, MetricsWriter, Progress, RunFolder, read_metrics
+from trace_jax.tasks import TaskConfig, make_task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that determines a run. `init_from` is the run folder of a warm start, None for random weights."""
+
+    name: str
+    root: str = "runs"
+    seed: int = 0
+    init_from: str | None = None
+    model: ModelConfig
+    method: MethodConfig
+    task: TaskConfig
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    rl: RLConfig = dataclasses.field(default_factory=RLConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+
+def with_vocabulary(model: ModelConfig, task_config: TaskConfig) -> ModelConfig:
+    """The model with the task's vocabulary; an explicit vocabulary must hold it.
+
+    Raises:
+        ConfigError: the configured vocabulary is smaller than the tokenizer's.
+    """
+    needed = make_task(task_config).tokenizer.vocab_size
+    if model.vocab_size == 0:
+        return dataclasses.replace(model, vocab_size=needed)
+    if model.vocab_size < needed:
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size}, but the tokenizer of task {task_config.name!r} has {needed} ids."
+        )
+    return model
+
+
+def load_params(folder: str | Path, model: ModelConfig, step: int | None = None) -> nnx.State:
+    """FP32 masters of a warm start or an RL run, from its latest (or a given) checkpoint.
+
+    Raises:
+        FileNotFoundError: the folder has no checkpoint.
+        CheckpointError: it is damaged or of another model.
+    """
+    checkpoints = Checkpoints(RunFolder(Path(folder)).checkpoints_path)
+    template = {"train": {"params": create(model, jax.random.key(0))[1]}}
+    restored = checkpoints.restore(template, step, partial=True)
+    if restored is None:
+        raise FileNotFoundError(f"{folder} has no checkpoint; run the warm start or the training first.")
+    return restored.state["train"]["params"]
+
+
+@functools.lru_cache(maxsize=4)
+def graph_definition(model: ModelConfig) -> nnx.GraphDef:
+    """The static half of a model. Cached, so that equal configs share jitted functions."""
+    return create(model, jax.random.key(0))[0]
+
+
+def make_loop(config: RunConfig) -> Loop:
+    """The loop of a config; runs that differ in seed only may share it, and with it every compiled function."""
+    model = with_vocabulary(config.model, config.task)
+    return Loop(
+        graphdef=graph_definition(model),
+        model=model,
+        method=config.method,
+        config=config.rl,
+        optimizer=config.optimizer,
+        task=make_task(config.task),
+        prompt_length=config.task.max_prompt_tokens,
+    )
+
+
+def train(config: RunConfig, *, loop: Loop | None = None, progress: Progress | None = None) -> Run:
+    """Runs, or resumes, `config.root/config.name` to `config.rl.steps`.
+
+    A resumed run repeats the steps after its last checkpoint and gives the same metrics as an uninterrupted one.
+    """
+    folder = RunFolder.open(
+        config.root, config.name, to_mapping(config), primary=jax.process_index() == 0, may_change=("root",)
+    )
+    loop = loop or make_loop(config)
+    task = loop.task
+    iterator = prompt_iterator(task, config.rl.prompts, seed=config.seed)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        start(loop, config, mesh)
+        with Checkpoints(folder.checkpoints_path, keep=config.rl.keep_checkpoints) as checkpoints:
+            latest = checkpoints.latest_step()
+            if latest is not None:
+                restored = checkpoints.restore(loop.template(latest))
+                loop.restore(restored.state, restored.extra["loop"])
+                iterator.set_state(restored.extra["iterator"])
+            progress = progress or Progress(config.rl.steps, start=loop.step, title=config.name)
+            with progress, MetricsWriter(folder, start_step=loop.step) as writer:
+                while loop.step < config.rl.steps:
+                    _one_step(loop, iterator, config, folder, writer, checkpoints, progress)
+    rows = read_metrics(folder.metrics_path)
+    return Run(method=config.method.name, seed=config.seed, rows=rows)
+
+
+def start(loop: Loop, config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+    """Gives a loop its first parameters, laid out on the mesh."""
+    model = loop.model
+    if config.init_from:
+        params = load_params(config.init_from, model)
+    else:
+        _, params = create(model, jax.random.key(config.seed))
+    if mesh.size > 1:
+        params = shard(params, mesh, logical_axes(params))
+    loop.start(params, config.seed)
+    if mesh.size > 1:
+        loop.train = jax.device_put(loop.train, state_shardings(model, loop.train, mesh))
+
+
+def _one_step(loop, iterator, config: RunConfig, folder: RunFolder, writer, checkpoints, progress) -> None:
+    step = loop.step
+    batch = next(iterator)
+    metrics = loop.run_step(batch["prompts"], batch["problems"])
+    every = config.rl.save_trajectories_every
+    if every and step % every == 0:
+        save_trajectories(folder.path / "trajectories" / f"{step:06d}.npz", loop.trajectories)
+    every = config.rl.evaluate_every
+    if every and loop.step % every == 0:
+        precision = "nvfp4" if config.method.rollout == "fp4" else "bf16"
+        scores = score_policy(loop.train.params, config, precision, count=config.rl.evaluation_prompts)
+        metrics["eval/score"] = float(scores.mean())
+    writer.write(step, metrics)
+    progress.update(loop.step, metrics)
+    if loop.step % config.rl.checkpoint_every == 0 or loop.step == config.rl.steps:
+        checkpoints.save(loop.step, loop.arrays(), {"loop": loop.values(), "iterator": iterator.get_state()})
+
+
+@functools.lru_cache(maxsize=8)
+def _evaluator(model: ModelConfig, task_json: str, precision: str, max_new_tokens: int, temperature: float):
+    task_config = from_mapping(TaskConfig, json.loads(task_json))
+    task = make_task(task_config, "eval")
+    return Evaluator(
+        graph_definition(model),
+        model,
+        task,
+        precision=precision,
+        sampling=SamplingConfig(
+            temperature=temperature, max_new_tokens=max_new_tokens, stop_tokens=(task.tokenizer.eos_id,)
+        ),
+        prompt_length=task_config.max_prompt_tokens,
+    )
+
+
+def score_policy(
+    params: nnx.State, config: RunConfig, precision: str, *, count: int | None = None, temperature: float = 0.0
+) -> np.ndarray:
+    """Scores of the held-out problems at a precision: `count` of them (all by default), greedy unless stated."""
+    model = with_vocabulary(config.model, config.task)
+    task_json = json.dumps(to_mapping(config.task))
+    evaluator = _evaluator(model, task_json, precision, config.rl.max_new_tokens, temperature)
+    count = min(count or len(evaluator.task), len(evaluator.task))
+    return evaluator.score(params, [evaluator.task.sample(i) for i in range(count)], seed=config.seed)
+
+
+def add_score(folder: Path, precision: str, score: float) -> None:
+    """Keeps a final score in the run's `scores.json`."""
+    path = folder / "scores.json"
+    scores = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(scores | {precision: score}, indent=1) + "\n")
+
+
+def read_run(folder: str | Path) -> tuple[RunConfig, Run]:
+    """Config and metrics of a finished or unfinished run, with the scores that `experiments.evaluate` added."""
+    run_folder = RunFolder(Path(folder))
+    config = from_mapping(RunConfig, run_folder.config())
+    scores_path = run_folder.path / "scores.json"
+    scores: dict[str, Any] = json.loads(scores_path.read_text()) if scores_path.exists() else {}
+    rows = read_metrics(run_folder.metrics_path)
+    return config, Run(method=config.method.name, seed=config.seed, rows=rows, scores=scores)
