@@ -2,13 +2,14 @@
 
     python -m experiments.conformance --vectors tests/data/fp4_contract.npz [--implementation NAME]
 
-Every family and array of the file is computed eagerly and under jit. Prints the number of differing elements per
-family and array, and exits with 1 if there is any.
+Every family and array of the file is computed eagerly and under jit. Prints the number of differing elements
+per family and array, and exits with 1 if there is any.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,15 @@ from kernels_pallas.guided_round import MODES, Guide, compact_scales, guided_rou
 from kernels_pallas.quantize import dequantize, quantize
 
 Results = dict[str, jax.Array]
+
+
+class Row(NamedTuple):
+    """Elements of one answer, and how many differ."""
+
+    name: str
+    elements: int
+    eager: int
+    jit: int
 
 
 def quantized(x: jax.Array, format: Fp4Format, implementation: str | None) -> Results:
@@ -57,17 +67,24 @@ def guided(trainer: jax.Array, record: Fp4Array, implementation: str | None) -> 
     return results
 
 
+JITTED = (
+    jax.jit(quantized, static_argnames=("format", "implementation")),
+    jax.jit(guided, static_argnames="implementation"),
+    jax.jit(quantize, static_argnames=("format", "implementation")),
+)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     """RMSNorm in float32 with a BF16 result: what usually feeds a quantizer."""
     x = x.astype(jnp.float32)
     return (x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight[None]).astype(jnp.bfloat16)
 
 
-def fused_against_split(format: Fp4Format, implementation: str | None) -> int:
-    """Codes that differ between RMSNorm and quantize compiled as one program and as two, on random rows.
+def fused_against_split(format: Fp4Format, implementation: str | None) -> tuple[int, int]:
+    """Codes, and those that differ, of RMSNorm and quantize compiled as one program and as two.
 
-    The BF16 rounding between them must survive fusion. The rows that the split program rounds are given to both, so
-    that only the seam is compared, not the norm's own reduction order.
+    The BF16 rounding between the two must survive their fusion. Both programs quantize the norm that the fused one
+    returns, so that only the seam is compared and not the norm's own order of summation.
     """
     key_x, key_w = jax.random.split(jax.random.key(0))
     x = jax.random.normal(key_x, (64, 1024)) * 3.0
@@ -79,7 +96,7 @@ def fused_against_split(format: Fp4Format, implementation: str | None) -> int:
 
     normed, one = jax.jit(fused)(x, weight)
     two = jax.jit(lambda a: quantize(a, format, implementation=implementation))(normed)
-    return differences(one.unpack().codes, two.unpack().codes)
+    return x.size, differences(one.unpack().codes, two.unpack().codes)
 
 
 def differences(actual: jax.Array, expected: jax.Array | np.ndarray) -> int:
@@ -93,44 +110,37 @@ def differences(actual: jax.Array, expected: jax.Array | np.ndarray) -> int:
     return int((actual != expected).sum())
 
 
-def compare(vectors: Mapping[str, np.ndarray], implementation: str | None) -> list[tuple[str, int, int, int]]:
-    """Rows (name, elements, differences eager, differences under jit) for every answer in the file."""
+def answers(vectors: Mapping[str, np.ndarray], prefix: str, implementation: str | None, jit: bool) -> Results:
+    """Everything that the file holds about the input at `prefix`, computed."""
+    quantized_, guided_, quantize_ = JITTED if jit else (quantized, guided, quantize)
+    format = get_format(prefix.split("/")[0])
 
     def load(name: str) -> jax.Array:
-        return lax.bitcast_convert_type(jnp.asarray(vectors[name]), jnp.bfloat16)
+        return lax.bitcast_convert_type(jnp.asarray(vectors[f"{prefix}/{name}"]), jnp.bfloat16)
 
+    x = load("x_bf16")
+    results = quantized_(x, format=format, implementation=implementation)
+    if f"{prefix}/guided/x_bf16" in vectors:
+        record = quantize_(x, format=format, implementation=implementation)
+        results |= guided_(load("guided/x_bf16"), record, implementation=implementation)
+    return results
+
+
+def compare(vectors: Mapping[str, np.ndarray], implementation: str | None) -> list[Row]:
+    """A row for every answer in the file. ValueError for an array that this program cannot compute."""
     rows = []
-    prefixes = [name.removesuffix("/codes") for name in vectors if name.endswith("/codes")]
-    for prefix in prefixes:
-        format = get_format(prefix.split("/")[0])
-        x = load(f"{prefix}/x_bf16")
-
-        def run(wrap: Callable, prefix=prefix, format=format, x=x) -> Results:
-            results = wrap(lambda x: quantized(x, format, implementation))(x)
-            if f"{prefix}/guided/x_bf16" in vectors:
-                record = wrap(lambda x: quantize(x, format, implementation=implementation))(x)
-                trainer = load(f"{prefix}/guided/x_bf16")
-                results |= wrap(lambda t, r: guided(t, r, implementation))(trainer, record)
-            return results
-
-        eager, jitted = run(lambda f: f), run(jax.jit)
-        answers = [n.removeprefix(f"{prefix}/") for n in vectors if n.startswith(f"{prefix}/")]
-        for name in answers:
+    for prefix in [name.removesuffix("/codes") for name in vectors if name.endswith("/codes")]:
+        eager, jitted = (answers(vectors, prefix, implementation, jit) for jit in (False, True))
+        for name in [n.removeprefix(f"{prefix}/") for n in vectors if n.startswith(f"{prefix}/")]:
             if name.endswith("x_bf16"):
                 continue
-            expected = vectors[f"{prefix}/{name}"]
             if name not in eager:
                 raise ValueError(
-                    f"the file holds {prefix}/{name}, which this program does not know how to compute"
+                    f"{prefix}/{name} is no array of the contract; expected one of {sorted(eager)}"
                 )
-            rows.append(
-                (
-                    f"{prefix}/{name}",
-                    expected.size,
-                    differences(eager[name], expected),
-                    differences(jitted[name], expected),
-                )
-            )
+            expected = vectors[f"{prefix}/{name}"]
+            counts = (differences(results[name], expected) for results in (eager, jitted))
+            rows.append(Row(f"{prefix}/{name}", expected.size, *counts))
     return rows
 
 
@@ -145,16 +155,16 @@ def main(argv: list[str] | None = None) -> int:
     with np.load(args.vectors) as file:
         rows = compare(dict(file), args.implementation)
     for name in ("nvfp4", "mxfp4"):
-        count = fused_against_split(get_format(name), args.implementation)
-        rows.append((f"{name}/fused_rmsnorm_quantize/codes", 64 * 1024, 0, count))
+        elements, count = fused_against_split(get_format(name), args.implementation)
+        rows.append(Row(f"{name}/fused_rmsnorm/codes", elements, 0, count))
 
     device = jax.devices()[0]
     print(f"implementation {args.implementation or 'default'} on {device.platform} ({device.device_kind})")
     print(f"{'array':<52} {'elements':>9} {'eager':>6} {'jit':>6}")
-    for name, elements, eager, jitted in rows:
-        print(f"{name:<52} {elements:>9} {eager:>6} {jitted:>6}")
-    total = sum(eager + jitted for _, _, eager, jitted in rows)
-    print(f"{len(rows)} arrays, {sum(r[1] for r in rows)} elements, {total} differences")
+    for row in rows:
+        print(f"{row.name:<52} {row.elements:>9} {row.eager:>6} {row.jit:>6}")
+    total = sum(row.eager + row.jit for row in rows)
+    print(f"{len(rows)} arrays, {sum(row.elements for row in rows)} elements, {total} differences")
     return 1 if total else 0
 
 
