@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
 @jax.custom_vjp
@@ -26,7 +27,7 @@ def _straight_through_bwd(_, cotangent):
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
-def cast_weight(w: jax.Array, dtype: str) -> jax.Array:
+def cast_weight(w: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Master weight in the compute dtype, rounded where the compiler may not drop it.
 
     XLA removes f32 -> bf16 -> f32 pairs on CPU and GPU: a plain cast would let the trainer multiply with unrounded

@@ -5,7 +5,7 @@ which mode it runs. Objects are static (hashable); everything that changes from 
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from trace_jax.quant.weights import guided_weight_codes, quantize_weight_codes
 Guides = dict[str, Guide] | None
 
 
+@runtime_checkable
 class Numerics(Protocol):
     """The seam between a model and its arithmetic."""
 

@@ -1,9 +1,10 @@
 """Puts rows that leave the device in chunks back into sequences, on the host."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
-from kernels_pallas.arrays import Fp4Array
 from trace_jax.guidance import GuidanceRecord
 from trace_jax.rollout.trajectories import Trajectories
 
@@ -117,5 +118,5 @@ class Assembly:
         )
 
 
-def _map_leaves(fn, tree: dict[str, Fp4Array] | None):
+def _map_leaves(fn, tree: dict[str, Any] | None):
     return None if tree is None else jax.tree.map(fn, tree)
