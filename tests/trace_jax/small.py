@@ -10,10 +10,11 @@ import numpy as np
 import yaml
 
 from trace_jax.config import from_mapping
+from trace_jax.guidance import GuidanceSpec, capture_site
 from trace_jax.models import ModelConfig, abstract, logical_axes
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rl import MethodConfig, OptimizerConfig, RLConfig, Trainer, make_batch, make_optimizer
-from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
+from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, Trajectories
 
 MODEL = ModelConfig(
     vocab_size=17,
@@ -79,15 +80,45 @@ def keys_for(prompts, seed: int = 7, group: int = GROUP) -> jax.Array:
 
 
 @functools.cache
-def rollout(name: str, model: ModelConfig = MODEL):
-    """(trajectories, rollout weights) of a method on the shared prompts; version 3. Treat as read-only."""
-    chosen = method(name)
+def fp4_sampler(model: ModelConfig = MODEL) -> Sampler:
+    """The one FP4 sampler: records every layer and site, audits every sequence. Compiling another costs 10 s."""
+    chosen = method("trace_all_sites")
+    return sampler(chosen.rollout_plan(), chosen.record_spec(model), model)
+
+
+@functools.cache
+def rollout(name: str, model: ModelConfig = MODEL) -> Trajectories:
+    """Trajectories of a method on the shared prompts, version 3. Treat as read-only.
+
+    The record of another FP4 method than `trace_all_sites` is taken from the full codes that all of them compute.
+    """
+    chosen, (_, params) = method(name), masters(model)
+    keys = keys_for(PROMPTS)
     plan = chosen.rollout_plan()
-    weights = sync(masters(model)[1], plan, model.dtype)
-    out = sampler(plan, chosen.record_spec(model), model).generate(
-        weights, PROMPTS, keys_for(PROMPTS), weight_version=3
-    )
-    return out, weights
+    weights = sync(params, plan, model.dtype)
+    if plan is None:
+        rollout = dataclasses.replace(ROLLOUT, audit_rows=())
+        return sampler(None, None, model, rollout).generate(weights, PROMPTS, keys, weight_version=3)
+    if name != "trace_all_sites":
+        return record_as(rollout_of_all_sites(model), chosen.record_spec(model))
+    return fp4_sampler(model).generate(weights, PROMPTS, keys, weight_version=3)
+
+
+def rollout_of_all_sites(model: ModelConfig = MODEL) -> Trajectories:
+    return rollout("trace_all_sites", model)
+
+
+def record_as(trajectories: Trajectories, spec: GuidanceSpec | None) -> Trajectories:
+    """The same rollout, recorded under another spec of the same format, from its audit of all sequences."""
+    assert trajectories.audit_rows == tuple(range(len(trajectories)))
+    sites = {}
+    for site in spec.sites if spec else ():
+        q = jax.tree.map(lambda leaf: jnp.asarray(leaf[list(spec.layers)]), trajectories.audit[site])
+        capture = jax.vmap(
+            functools.partial(capture_site, site, valid=jnp.asarray(trajectories.fed), spec=spec)
+        )
+        sites[site] = jax.device_get(capture(q))
+    return dataclasses.replace(trajectories, record=dataclasses.replace(trajectories.record, sites=sites))
 
 
 @functools.cache
@@ -108,7 +139,7 @@ ADVANTAGES = np.asarray([1.0, -1.0, 0.5, -0.5, 2.0, -1.5], np.float32)
 
 def batch(name: str, trajectories=None, *, replay_routes: bool = True, model: ModelConfig = MODEL):
     return make_batch(
-        rollout(name, model)[0] if trajectories is None else trajectories,
+        rollout(name, model) if trajectories is None else trajectories,
         ADVANTAGES,
         model=model,
         spec=method(name).record_spec(model),

@@ -86,7 +86,9 @@ def test_no_cycles():
 @pytest.mark.parametrize("module", SOURCES)
 def test_no_private_names_of_other_modules(module):
     tree = SOURCES[module]
-    wrong = [f"{m}.{n}" for m, n in imports(tree) if any(p.startswith("_") for p in f"{m}.{n or ''}".split("."))]
+    wrong = [
+        f"{m}.{n}" for m, n in imports(tree) if any(p.startswith("_") for p in f"{m}.{n or ''}".split("."))
+    ]
     aliases = {
         alias.asname or alias.name
         for node in ast.walk(tree)

@@ -19,7 +19,9 @@ from trace_jax.guidance.budget import bytes_per_token, route_bytes_per_token, si
 WIDTH = 128  # four MXFP4 blocks: compact scales fill whole bytes
 SPECS = [
     GuidanceSpec(format=format, mode=mode, layers=(0,), compact_scales=compact)
-    for format, mode, compact in itertools.product(("nvfp4", "mxfp4"), ("scale", "mantissa", "full"), (False, True))
+    for format, mode, compact in itertools.product(
+        ("nvfp4", "mxfp4"), ("scale", "mantissa", "full"), (False, True)
+    )
 ]
 
 
@@ -80,23 +82,27 @@ def test_spec_states_the_measured_size(spec):
 
 
 def test_bytes_per_token_of_a_real_record():
-    record, model = small.rollout("trace_all_layers")[0].record, small.MODEL
+    record, model = small.rollout("trace_all_layers").record, small.MODEL
     values = model.hidden_size + 2 * model.num_kv_heads * model.head_dim
     rows = 1 + 2 * model.num_kv_heads
     assert bytes_per_token(record) == model.num_layers * (values * 1.5 / 8 + rows)
     assert route_bytes_per_token(record) == model.num_layers * model.experts_per_token
-    for name, width in (("expert_input", model.hidden_size), ("key", model.head_dim), ("value", model.head_dim)):
+    for name, width in (
+        ("expert_input", model.hidden_size),
+        ("key", model.head_dim),
+        ("value", model.head_dim),
+    ):
         budget = site_budget(record.sites[name], width)
         assert budget.bits_per_value == 1.5 and budget.row_bytes == 1
 
 
 def test_unguided_methods_record_nothing_but_routes():
-    record = small.rollout("qat")[0].record
+    record = small.rollout("qat").record
     assert record.sites == {} and bytes_per_token(record) == 0 and route_bytes_per_token(record) > 0
 
 
 def test_padding_is_never_recorded():
-    x, q = codes("nvfp4")
+    _, q = codes("nvfp4")
     valid = jnp.asarray(np.arange(5)[None] < np.array([[2], [5]]))
     record = capture("key", q, valid, SPECS[1])
     assert np.array_equal(np.asarray(record.row_exponent != 0), np.broadcast_to(valid[..., None], (2, 5, 3)))
@@ -106,7 +112,12 @@ def test_padding_is_never_recorded():
 def test_a_finite_row_is_never_mistaken_for_none():
     # The smallest row exponent is -100: byte 27, so byte 0 is free to mean "no record".
     x = jnp.zeros((1, 1, WIDTH), jnp.bfloat16)
-    record = capture("expert_input", jax.jit(quantize, static_argnums=1)(x, get_format("nvfp4")), jnp.ones((1, 1), bool), SPECS[0])
+    record = capture(
+        "expert_input",
+        jax.jit(quantize, static_argnums=1)(x, get_format("nvfp4")),
+        jnp.ones((1, 1), bool),
+        SPECS[0],
+    )
     assert int(record.row_exponent[0, 0]) == 27
 
 

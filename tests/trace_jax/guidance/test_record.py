@@ -18,7 +18,7 @@ replace = dataclasses.replace
 
 
 def check(record, *, spec=None, version=3, tokens=None, name=NAME):
-    trajectories = small.rollout(name)[0]
+    trajectories = small.rollout(name)
     check_record(
         record,
         spec=spec or small.method(name).record_spec(small.MODEL),
@@ -30,7 +30,7 @@ def check(record, *, spec=None, version=3, tokens=None, name=NAME):
 
 
 def record_of(name=NAME):
-    return small.rollout(name)[0].record
+    return small.rollout(name).record
 
 
 def with_site(site, **changes):
@@ -44,7 +44,7 @@ def test_accepts_its_own_record(name):
 
 
 def test_accepts_no_record_where_none_is_expected():
-    trajectories = small.rollout("qat")[0]
+    trajectories = small.rollout("qat")
     check_record(
         trajectories.record,
         spec=None,
@@ -58,14 +58,16 @@ def test_accepts_no_record_where_none_is_expected():
 def test_refuses_a_record_shifted_by_one_token():
     shifted = jax.tree.map(lambda leaf: np.roll(leaf, 1, axis=2), record_of().sites)
     record = replace(record_of(), sites=shifted, row_hash=np.roll(record_of().row_hash, 1, axis=1))
-    with pytest.raises(RecordError, match=r"row hash .* differs in \d+ of .* first at sequence 0, position 0"):
+    with pytest.raises(
+        RecordError, match=r"row hash .* differs in \d+ of .* first at sequence 0, position 0"
+    ):
         check(record)
 
 
 def test_refuses_rows_of_other_tokens():
-    tokens = small.rollout(NAME)[0].tokens.copy()
+    tokens = small.rollout(NAME).tokens.copy()
     tokens[4, 2] += 1
-    with pytest.raises(RecordError, match="row hash .* differs in 1 of .* first at sequence 4, position 2"):
+    with pytest.raises(RecordError, match=r"row hash .* differs in 1 of .* first at sequence 4, position 2"):
         check(record_of(), tokens=tokens)
 
 
@@ -84,7 +86,9 @@ def test_refuses_a_missing_row():
 
 def test_refuses_another_site():
     record = record_of()
-    with pytest.raises(RecordError, match="the record under 'key' was taken at 'value'; sites must not be exchanged"):
+    with pytest.raises(
+        RecordError, match="the record under 'key' was taken at 'value'; sites must not be exchanged"
+    ):
         check(replace(record, sites=record.sites | {"key": record.sites["value"]}))
 
 
@@ -100,21 +104,25 @@ def test_refuses_missing_and_additional_sites():
             record,
             spec=None,
             row_shapes=row_shapes(small.MODEL),
-            tokens=small.rollout(NAME)[0].tokens,
-            fed=small.rollout(NAME)[0].fed,
+            tokens=small.rollout(NAME).tokens,
+            fed=small.rollout(NAME).fed,
             weight_version=np.full(record.row_hash.shape, 3, np.int32),
         )
 
 
 def test_refuses_another_weight_version():
-    with pytest.raises(RecordError, match="weight version differs .* record 3, expected 4; records come from other"):
+    with pytest.raises(
+        RecordError, match=r"weight version differs .* record 3, expected 4; records come from other"
+    ):
         check(record_of(), version=4)
 
 
 def test_refuses_one_row_of_another_version():
     versions = record_of().weight_version.copy()
     versions[1, 4] = 2
-    with pytest.raises(RecordError, match="weight version differs in 1 of .* sequence 1, position 4: record 2"):
+    with pytest.raises(
+        RecordError, match=r"weight version differs in 1 of .* sequence 1, position 4: record 2"
+    ):
         check(replace(record_of(), weight_version=versions))
 
 
@@ -123,10 +131,12 @@ def test_refuses_another_format_version():
         check(replace(record_of(), format_version=2))
 
 
-@pytest.mark.parametrize("changes", [{"mode": "full"}, {"compact_scales": True}, {"format": "mxfp4"}, {"layers": (0, 1)}])
+@pytest.mark.parametrize(
+    "changes", [{"mode": "full"}, {"compact_scales": True}, {"format": "mxfp4"}, {"layers": (0, 1)}]
+)
 def test_refuses_another_spec(changes):
     spec = replace(small.method(NAME).record_spec(small.MODEL), **changes)
-    with pytest.raises(RecordError, match="was taken under .* the trainer expects"):
+    with pytest.raises(RecordError, match=r"was taken under .* the trainer expects"):
         check(record_of(), spec=spec)
 
 

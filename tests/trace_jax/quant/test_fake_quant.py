@@ -47,7 +47,9 @@ def test_cast_weight_in_a_product(rng, jit):
         return jnp.matmul(x, cast_weight(w, "bfloat16"), preferred_element_type=jnp.float32)
 
     run = jax.jit(product) if jit else product
-    assert np.array_equal(run(x, jnp.asarray(w)), run(x, jnp.asarray(w.astype(ml_dtypes.bfloat16), jnp.float32)))
+    assert np.array_equal(
+        run(x, jnp.asarray(w)), run(x, jnp.asarray(w.astype(ml_dtypes.bfloat16), jnp.float32))
+    )
 
 
 def test_cast_weight_gradient_is_that_of_the_master(rng):

@@ -13,7 +13,9 @@ SIZES = {"hidden_size": 64, "expert_hidden_size": 32, "head_dim": 32}
 def test_size_that_is_no_multiple_of_the_block(format, block, name):
     plan = QuantPlan(format=format)
     plan.check(**SIZES)
-    with pytest.raises(ValueError, match=rf"model\.{name} is 40, not a multiple of the {format} block of {block}"):
+    with pytest.raises(
+        ValueError, match=rf"model\.{name} is 40, not a multiple of the {format} block of {block}"
+    ):
         plan.check(**SIZES | {name: 40})
 
 
@@ -53,7 +55,10 @@ def test_sites():
     [
         ({"format": "fp8"}, r"unknown FP4 format 'fp8'; expected one of \['mxfp4', 'nvfp4'\]"),
         ({"scale_rule": "max"}, "scale_rule is 'max'; expected one of"),
-        ({"format": "mxfp4", "scale_rule": "4over6"}, "'4over6' is defined for nvfp4 blocks, not for 'mxfp4'"),
+        (
+            {"format": "mxfp4", "scale_rule": "4over6"},
+            "'4over6' is defined for nvfp4 blocks, not for 'mxfp4'",
+        ),
     ],
 )
 def test_refuses(changes, message):

@@ -19,7 +19,10 @@ FORMATS = ("nvfp4", "mxfp4")
 
 
 def expert_masters(params):
-    return {"gate_up": params["blocks"]["moe"]["gate_up"].get_value(), "down": params["blocks"]["moe"]["down"].get_value()}
+    return {
+        "gate_up": params["blocks"]["moe"]["gate_up"].get_value(),
+        "down": params["blocks"]["moe"]["down"].get_value(),
+    }
 
 
 pack = jax.jit(quantize_weight, static_argnums=1)
@@ -104,13 +107,17 @@ def test_no_weight_is_used_unrounded(rng):
     assert small.equal_trees(found, expected)
 
 
-@pytest.mark.parametrize("numerics", [Bf16Numerics(), FakeQuantNumerics(plan=QuantPlan())], ids=["bf16", "fake_quant"])
+@pytest.mark.parametrize(
+    "numerics", [Bf16Numerics(), FakeQuantNumerics(plan=QuantPlan())], ids=["bf16", "fake_quant"]
+)
 def test_masters_of_the_same_bf16_value_give_the_same_bits(rng, numerics):
     graphdef, params = small.masters()
     tokens = jnp.asarray(rng.integers(0, small.MODEL.vocab_size, (3, 7)), jnp.int32)
     same = jax.tree.map(round_to_bf16, params)
     assert not small.equal_trees(params, same)
-    assert small.equal_trees(forward(graphdef, numerics, params, tokens), forward(graphdef, numerics, same, tokens))
+    assert small.equal_trees(
+        forward(graphdef, numerics, params, tokens), forward(graphdef, numerics, same, tokens)
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -127,7 +134,10 @@ def test_guided_weights_keep_the_rollouts_codes_after_small_moves(format):
     plan, params = QuantPlan(format=format), small.masters()[1]
     guides = expert_guides(small.sync(params, plan, "bfloat16"))
     moved = expert_masters(small.perturbed(params, 3e-3, 11))
-    guided, own = trainer_weights(moved, guides, plan, "bfloat16"), trainer_weights(moved, None, plan, "bfloat16")
+    guided, own = (
+        trainer_weights(moved, guides, plan, "bfloat16"),
+        trainer_weights(moved, None, plan, "bfloat16"),
+    )
     for name, packed in guides.items():
         rollout = dequantize(packed)
         assert np.array_equal(guided[name], rollout)
@@ -138,7 +148,11 @@ def test_weight_gradient_passes_straight_through(rng):
     plan, params = QuantPlan(), small.masters()[1]
     w = expert_masters(params)["down"][0]
     factor = jnp.asarray(rng.integers(-3, 4, w.shape), jnp.bfloat16)
-    guide = {"down": jax.tree.map(lambda leaf: leaf[0], expert_guides(small.sync(params, plan, "bfloat16"))["down"])}
+    guide = {
+        "down": jax.tree.map(
+            lambda leaf: leaf[0], expert_guides(small.sync(params, plan, "bfloat16"))["down"]
+        )
+    }
     for guides in (None, guide):
 
         @jax.jit
