@@ -9,14 +9,18 @@ from pathlib import Path
 
 import hydra
 import jax
+from hydra.core.config_store import ConfigStore
 
-from trace_jax.config import ConfigError, from_mapping
+from trace_jax.config import ConfigError, from_mapping, to_mapping
 from trace_jax.data import DataError
 from trace_jax.guidance import RecordError
+from trace_jax.models import ModelConfig
+from trace_jax.parallel import MeshConfig
 from trace_jax.quant import PlanError
-from trace_jax.rl import MethodConfig, NonFiniteError
+from trace_jax.rl import MethodConfig, NonFiniteError, OptimizerConfig, RLConfig
+from trace_jax.rl.supervised import SupervisedConfig
 from trace_jax.runs import CheckpointError, MetricsError, RunFolderError
-from trace_jax.tasks import TaskError
+from trace_jax.tasks import TaskConfig, TaskError
 
 CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
 
@@ -33,6 +37,20 @@ EXPECTED_ERRORS = (
     RunFolderError,
     TaskError,
 )
+
+
+# The dataclasses' own defaults, as the group option `defaults`: every field can be set on the command line, a key that
+# no dataclass has is refused, and no default is written twice.
+for _group, _default in {
+    "mesh": MeshConfig(),
+    "method": MethodConfig(name="unnamed"),
+    "model": ModelConfig(),
+    "optimizer": OptimizerConfig(),
+    "rl": RLConfig(),
+    "task": TaskConfig(),
+    "warmstart": SupervisedConfig(),
+}.items():
+    ConfigStore.instance().store(group=_group, name="defaults", node=to_mapping(_default))
 
 
 def script(main: Callable) -> Callable:

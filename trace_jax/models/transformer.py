@@ -138,12 +138,24 @@ def _slice(tree: Any, part: slice) -> Any:
 
 def create(config: ModelConfig, key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
     """Initialises a model and splits it. `key` is a JAX PRNG key."""
-    return nnx.split(Transformer(config, rngs=nnx.Rngs(params=key)))
+
+    @jax.jit  # one program instead of one per parameter shape
+    def init(key):
+        return nnx.split(Transformer(config, rngs=nnx.Rngs(params=key)))[1]
+
+    return abstract(config)[0], init(key)
 
 
-def abstract(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """Shapes, dtypes and logical axes without arrays: the one source of sharding and checkpoint templates."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+def abstract(config: ModelConfig, device: jax.Device | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+    """Shapes, dtypes and logical axes without arrays: the one source of sharding and checkpoint templates.
+
+    With a `device`, every shape carries its single-device sharding, as a checkpoint template needs.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    if device is not None:
+        place = jax.sharding.SingleDeviceSharding(device)
+        state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), state)
+    return graphdef, state
 
 
 def logical_axes(state: nnx.State) -> nnx.State:

@@ -73,10 +73,10 @@ class PackedNumerics:
 class SiteCounts:
     """How one layer's site was rounded: rows with and without a record, values whose own rounding was overruled."""
 
-    guided_rows: jax.Array
-    unguided_rows: jax.Array
-    values: jax.Array
-    overruled: jax.Array
+    guided_rows: Any
+    unguided_rows: Any
+    values: Any
+    overruled: Any
 
 
 @jax.tree_util.register_dataclass
@@ -87,10 +87,10 @@ class SiteAudit:
     `guided` marks the rows that had a record; `saturated` counts a row's values beyond the largest code.
     """
 
-    own: Fp4Array
-    used: Fp4Array
-    guided: jax.Array
-    saturated: jax.Array
+    own: Any
+    used: Any
+    guided: Any
+    saturated: Any
 
 
 def audit_site(used: Fp4Codes, x: jax.Array, guide: Guide | None, plan: QuantPlan) -> SiteAudit:

@@ -22,7 +22,7 @@ from trace_jax.rl.config import OptimizerConfig, RLConfig
 from trace_jax.rl.methods import MethodConfig
 from trace_jax.rl.optimizer import make_optimizer
 from trace_jax.rl.trainer import Trainer, TrainState, check_finite
-from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, Trajectories
+from trace_jax.rollout import Prompt, RolloutConfig, Sampler, SamplingConfig, Trajectories
 from trace_jax.tasks import Problem, Task
 
 
@@ -103,7 +103,7 @@ class Loop:
         """Version of the weights that this step's rollout uses."""
         return max(0, self.version - self.config.max_version_lag)
 
-    def roll_out(self, prompts: Sequence[Sequence[int]]) -> Trajectories:
+    def roll_out(self, prompts: Sequence[Prompt]) -> Trajectories:
         """Samples a group of responses to each prompt (token ids) with this step's keys."""
         key = jax.random.fold_in(jax.random.key(self.seed), self.step)
         keys = jax.random.split(key, len(prompts) * self.config.group_size)
@@ -243,7 +243,7 @@ class Loop:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def run_step(self, prompts: Sequence[Sequence[int]], problems: Sequence[Problem]) -> dict[str, Any]:
+    def run_step(self, prompts: Sequence[Prompt], problems: Sequence[Problem]) -> dict[str, Any]:
         """One step on `problems`, whose `prompts` are token ids; returns its metrics, all on the host."""
         clock, config = _Clock(), self.config
         version = self.rollout_version()

@@ -13,7 +13,7 @@ from flax import nnx
 from trace_jax.alignment.summary import Run
 from trace_jax.config import ConfigError, from_mapping, to_mapping
 from trace_jax.data import prompt_iterator
-from trace_jax.models import ModelConfig, create, logical_axes
+from trace_jax.models import ModelConfig, abstract, create, logical_axes
 from trace_jax.parallel import MeshConfig, make_mesh, shard
 from trace_jax.rl.config import OptimizerConfig, RLConfig
 from trace_jax.rl.evaluation import Evaluator
@@ -65,7 +65,7 @@ def load_params(folder: str | Path, model: ModelConfig, step: int | None = None)
         CheckpointError: it is damaged or of another model.
     """
     checkpoints = Checkpoints(RunFolder(Path(folder)).checkpoints_path)
-    template = {"train": {"params": create(model, jax.random.key(0))[1]}}
+    template = {"train": {"params": abstract(model, jax.devices()[0])[1]}}
     restored = checkpoints.restore(template, step, partial=True)
     if restored is None:
         raise FileNotFoundError(f"{folder} has no checkpoint; run the warm start or the training first.")
@@ -75,7 +75,7 @@ def load_params(folder: str | Path, model: ModelConfig, step: int | None = None)
 @functools.lru_cache(maxsize=4)
 def graph_definition(model: ModelConfig) -> nnx.GraphDef:
     """The static half of a model. Cached, so that equal configs share jitted functions."""
-    return create(model, jax.random.key(0))[0]
+    return abstract(model)[0]
 
 
 def make_loop(config: RunConfig) -> Loop:

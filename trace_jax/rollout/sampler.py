@@ -18,6 +18,9 @@ from trace_jax.rollout.assembly import Assembly
 from trace_jax.rollout.sampling import SamplingConfig, sample
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
+Prompt = Sequence[int] | np.ndarray
+"""Token ids of one prompt."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -172,7 +175,7 @@ class Sampler:
         return jax.lax.scan(step, state, length=self.rollout.chunk)
 
     def generate(
-        self, params: nnx.State, prompts: Sequence[Sequence[int]], keys: jax.Array, *, weight_version: int
+        self, params: nnx.State, prompts: Sequence[Prompt], keys: jax.Array, *, weight_version: int
     ) -> Trajectories:
         """Samples `group_size` responses to each prompt.
 

@@ -1,0 +1,56 @@
+"""Model configuration and what derives from it."""
+
+import jax
+import pytest
+from flax import nnx
+
+from tests.trace_jax import small
+from trace_jax.models import ModelConfig, Transformer, abstract, layer_runs, logical_axes, parameter_count
+from trace_jax.parallel import LOGICAL_AXES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "gpt"}, r"model.family is 'gpt'; expected one of \('tiny_moe',\)"),
+        ({"dtype": "float16"}, "model.dtype is 'float16'; expected one of"),
+        ({"num_layers": 0}, "model.num_layers is 0; expected a positive size"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token 5 exceeds num_experts 4"),
+        ({"head_dim": 33}, "model.head_dim is 33; RoPE rotates pairs"),
+        ({"vocab_size": -1}, "model.vocab_size is -1"),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**changes)
+
+
+def test_a_model_needs_a_vocabulary():
+    with pytest.raises(ValueError, match="vocab_size is 0; set it to the tokenizer's vocabulary size"):
+        Transformer(ModelConfig(), rngs=nnx.Rngs(0))
+
+
+def test_every_parameter_names_its_axes():
+    state = abstract(small.MODEL)[1]
+    leaves = jax.tree.leaves(state)
+    axes = jax.tree.leaves(logical_axes(state), is_leaf=lambda a: isinstance(a, tuple))
+    assert len(leaves) == len(axes)
+    for leaf, names in zip(leaves, axes, strict=True):
+        assert len(names) == leaf.ndim and set(names) <= set(LOGICAL_AXES)
+        assert leaf.dtype == "float32"  # masters
+    assert parameter_count(state) == sum(leaf.size for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "guided", "expected"),
+    [
+        (4, (), [(0, 4, False)]),
+        (4, (0, 1, 2, 3), [(0, 4, True)]),
+        (4, (2, 3), [(0, 2, False), (2, 4, True)]),
+        (5, (1, 3), [(0, 1, False), (1, 2, True), (2, 3, False), (3, 4, True), (4, 5, False)]),
+        (1, (0,), [(0, 1, True)]),
+    ],
+)
+def test_layer_runs(num_layers, guided, expected):
+    assert layer_runs(num_layers, guided) == expected
