@@ -109,7 +109,7 @@ def test_a_truncated_checkpoint_names_the_file_and_the_good_one(finished, tmp_pa
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     try:
-        with pytest.raises(CheckpointError, match=r"checkpoints/2 is damaged.*Intact checkpoints: 1"):
+        with pytest.raises(CheckpointError, match=r"checkpoints/2 cannot be restored.*Intact checkpoints: 1"):
             train(config, loop=loop)
     finally:
         file.write_bytes(whole)
