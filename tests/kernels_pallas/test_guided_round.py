@@ -1,7 +1,5 @@
 """Guided rounding: exact answers, an independent oracle, and properties."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,22 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.arrays import Fp4Array, Fp4Codes
 from kernels_pallas.formats import MXFP4, NVFP4, pack_bits
 from kernels_pallas.guided_round import (
     MODES,
     Guide,
     compact_scales,
-    expand_compact_scales,
     guided_round,
-    own_scale_bytes,
     usable_rows,
 )
 from kernels_pallas.guided_round.api import IMPLEMENTATIONS
 from kernels_pallas.guided_round.shapes import SHAPES
-from kernels_pallas.quantize import dequantize, quantize, quantize_codes
+from kernels_pallas.quantize import quantize
 from tests.kernels_pallas import oracle
-from tests.kernels_pallas.strategies import COLUMNS, ROWS, bf16_rows
+from tests.kernels_pallas.guided import guide_of, noisy, own, run
+from tests.kernels_pallas.strategies import bf16_rows
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
 EACH_MODE = pytest.mark.parametrize("mode", MODES)
@@ -35,66 +31,6 @@ EXAMPLES = settings(max_examples=30, deadline=None)
 @pytest.fixture(params=sorted(IMPLEMENTATIONS), scope="module")
 def implementation(request):
     return request.param
-
-
-def guide_of(packed: Fp4Array, mode: str, valid=None, compact=False) -> Guide:
-    codes = packed.unpack()
-    return Guide(
-        scales=compact_scales(packed.scales) if compact else packed.scales,
-        row_exponent=packed.row_exponent,
-        mantissa=pack_bits(codes.codes & 1),
-        words=packed.words,
-        valid=jnp.ones(packed.row_exponent.shape, bool) if valid is None else valid,
-        mode=mode,
-        compact=compact,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("format", "implementation"))
-def every_mode(trainer, rollout, valid, format, implementation):
-    """The record of the rollout's rows, and the trainer's rows under it in every mode: one program, one compile."""
-    packed = quantize(rollout, format)
-    results = {}
-    for mode, compact in [(mode, compact) for mode in MODES for compact in (False, True)]:
-        guide = guide_of(packed, mode, valid, compact)
-        codes = guided_round(trainer, guide, format, implementation=implementation)
-        results[mode, compact] = codes, dequantize(codes, jnp.float32)
-    return results, packed.unpack(), dequantize(packed, jnp.float32)
-
-
-def run(trainer, rollout, format, mode, valid=None, compact=False, implementation="reference"):
-    """Codes and values of the trainer's rows under the rollout's record, and those of the record itself.
-
-    Rows and columns are filled up with zeros, which change no other row or block, to one shape for all tests.
-    """
-    rows, columns = trainer.shape
-    grown = [np.zeros((ROWS, COLUMNS), np.asarray(trainer).dtype) for _ in range(2)]
-    grown[0][:rows, :columns], grown[1][:rows, :columns] = trainer, rollout
-    valid = np.ones(rows, bool) if valid is None else np.asarray(valid)
-    valid = np.concatenate([valid, np.ones(ROWS - rows, bool)])
-    results, record, record_values = every_mode(*grown, valid, format, implementation)
-
-    def shrink(codes, values):
-        codes = Fp4Codes(
-            codes=codes.codes[:rows, :columns],
-            scales=codes.scales[:rows, : -(-columns // format.block)],
-            row_exponent=codes.row_exponent[:rows],
-            format=format,
-        )
-        return codes, values[:rows, :columns]
-
-    # Both sides as NumPy: slices of device arrays would each be a program of their own.
-    as_numpy = functools.partial(jax.tree.map, np.asarray)
-    return *shrink(*as_numpy(results[mode, compact])), *shrink(*as_numpy((record, record_values)))
-
-
-own = jax.jit(quantize_codes, static_argnames=("format", "axis", "row_axes"))
-
-
-def noisy(x: np.ndarray, seed: int, share: float) -> np.ndarray:
-    """The trainer's slightly different rows."""
-    noise = np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
-    return (x.astype(np.float32) * (1 + share * noise)).astype(ml_dtypes.bfloat16)
 
 
 @FORMATS
@@ -262,42 +198,6 @@ def test_what_counts_as_zero_under_a_row_scale(implementation, exponent):
     codes = jax.jit(lambda x, g: guided_round(x, g, NVFP4, implementation=implementation))(x, guide)
     expected = [int(r * 2.0**-exponent >= 2.0**-126) for r in rows]
     np.testing.assert_array_equal(np.asarray(codes.codes)[:, 0], expected)
-
-
-@FORMATS
-@given(x=bf16_rows(finite=True, exponents=(-20, 20)), seed=st.integers(0, 2**32 - 1))
-@EXAMPLES
-def test_compact_scales_rebuild_every_scale_within_their_window(format, x, seed):
-    trainer = jnp.asarray(noisy(x, seed, 0.05))
-    codes, _, record, _ = run(trainer, jnp.asarray(x), format, "mantissa", compact=True)
-    exact, _, _, _ = run(trainer, jnp.asarray(x), format, "mantissa")
-    t = np.asarray(jax.jit(own_scale_bytes, static_argnums=1)(trainer, format, record.row_exponent), int)
-    r = np.asarray(record.scales, int)
-    within = (r >= t - 1) & (r <= t + 2)
-    np.testing.assert_array_equal(np.asarray(codes.scales)[within], r[within])
-    held = np.repeat(within, format.block, axis=-1)
-    np.testing.assert_array_equal(np.asarray(codes.codes)[held], np.asarray(exact.codes)[held])
-
-
-@FORMATS
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_compact_scales_round_trip_for_every_pair_in_the_window(format, axis):
-    low, high = format.scale_range
-    t, offset = np.meshgrid(np.arange(low, high + 1), np.arange(-1, 3), indexing="ij")
-    r = t + offset
-    inside = (r >= low) & (r <= high)
-    r, t = r[inside].astype(np.uint8), t[inside].astype(np.uint8)
-    shape = (1, -1) if axis == -1 else (-1, 1)
-    r, t = r.reshape(shape), t.reshape(shape)
-
-    @jax.jit
-    def round_trip(r, t):
-        packed = compact_scales(r, axis)
-        return packed, expand_compact_scales(packed, t, format, axis)
-
-    packed, rebuilt = round_trip(r, t)
-    assert packed.shape[axis] == -(-r.shape[axis] // 4)
-    np.testing.assert_array_equal(np.asarray(rebuilt), r)
 
 
 @pytest.mark.parametrize(
