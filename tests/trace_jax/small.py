@@ -2,14 +2,11 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 
-from trace_jax.config import from_mapping
 from trace_jax.guidance import GuidanceSpec, capture_site
 from trace_jax.models import ModelConfig, abstract, logical_axes
 from trace_jax.quant import QuantPlan, rollout_weights
@@ -34,13 +31,22 @@ GROUP = 2
 ROLLOUT = RolloutConfig(num_prompts=3, group_size=GROUP, prompt_length=6, chunk=4, audit_rows=tuple(range(6)))
 SAMPLING = SamplingConfig(max_new_tokens=10, stop_tokens=(STOP,))
 RL = RLConfig(prompts=3, group_size=GROUP, max_new_tokens=10, decode_chunk=4, audit_sequences=6)
-_METHODS = pathlib.Path(__file__).parents[2] / "configs" / "method"
+ALL_SITES = ("expert_input", "down_input", "key", "value")
+METHODS = {
+    "bf16": MethodConfig(name="bf16", rollout="bf16", trainer="bf16"),
+    "fp4_rollout": MethodConfig(name="fp4_rollout", trainer="bf16"),
+    "qat": MethodConfig(name="qat", trainer="fake_quant"),
+    "trace": MethodConfig(name="trace", layers="last_half"),
+    "trace_all_layers": MethodConfig(name="trace_all_layers", layers="all"),
+    "trace_all_sites": MethodConfig(name="trace_all_sites", layers="all", sites=ALL_SITES),
+    "trace_compact_scales": MethodConfig(name="trace_compact_scales", layers="all", compact_scales=True),
+    "trace_full": MethodConfig(name="trace_full", layers="all", mode="full"),
+    "trace_scale": MethodConfig(name="trace_scale", layers="all", mode="scale"),
+}
 
 
-def method(name: str, **changes) -> MethodConfig:
-    """A method as users get it, from `configs/method`."""
-    mapping = yaml.safe_load((_METHODS / f"{name}.yaml").read_text())
-    return dataclasses.replace(from_mapping(MethodConfig, mapping), **changes)
+def method(name: str) -> MethodConfig:
+    return METHODS[name]
 
 
 def perturbed(params, relative: float, seed: int):
@@ -119,6 +125,12 @@ def record_as(trajectories: Trajectories, spec: GuidanceSpec | None) -> Trajecto
         )
         sites[site] = jax.device_get(capture(q))
     return dataclasses.replace(trajectories, record=dataclasses.replace(trajectories.record, sites=sites))
+
+
+def routes(trajectories: Trajectories) -> np.ndarray:
+    """Recorded routes as the model takes them: int32, -1 where there is none."""
+    recorded = trajectories.record.routes
+    return np.where(recorded == np.iinfo(recorded.dtype).max, -1, recorded.astype(np.int32))
 
 
 @functools.cache

@@ -100,7 +100,10 @@ def test_counted_by_hand(codes):
 
 def test_neighbours_across_zero(codes):
     a, b = codes.copy(), codes.copy()
-    a[0, 0, :3], b[0, 0, :3] = (0, 0, 1), (9, 1, 9)  # 0 and -0.5, 0 and 0.5 are neighbours; 0.5 and -0.5 are not
+    a[0, 0, :3], b[0, 0, :3] = (
+        (0, 0, 1),
+        (9, 1, 9),
+    )  # 0 and -0.5, 0 and 0.5 are neighbours; 0.5 and -0.5 are not
     found = compare_codes(fp4(a), fp4(b), jnp.ones((2, 3), bool))
     np.testing.assert_allclose(found["adjacent_share"][0], 2 / 3)
 
@@ -132,13 +135,22 @@ def test_report_of_an_audit(codes):
     scalars, lists = flatten_report({"expert_input": report})
     assert scalars["alignment/expert_input/code_mismatch"] == pytest.approx(1 / 128)
     assert lists["alignment_by_layer/expert_input/code_mismatch"] == pytest.approx([0, 1 / 64])
-    names = {"d_act", "code_mismatch", "adjacent_share", "scale_mismatch", "unguided_share", "saturated_share"}
+    names = {
+        "d_act",
+        "code_mismatch",
+        "adjacent_share",
+        "scale_mismatch",
+        "unguided_share",
+        "saturated_share",
+    }
     assert {f"alignment/expert_input/{name}" for name in names} <= set(scalars)
 
 
 def test_report_refuses_other_sites_and_rows(codes):
     rollout = fp4(codes[:, None])
-    audit = SiteAudit(own=rollout, used=rollout, guided=jnp.ones((2, 1, 3), bool), saturated=jnp.zeros((2, 1, 3)))
+    audit = SiteAudit(
+        own=rollout, used=rollout, guided=jnp.ones((2, 1, 3), bool), saturated=jnp.zeros((2, 1, 3))
+    )
     with pytest.raises(ValueError, match=r"rollout audited \['key'\], trainer \['value'\]"):
         audit_report({"key": rollout}, {"value": audit}, np.ones((1, 3), bool))
     short = jax.tree.map(lambda leaf: leaf[:, :, :2], rollout)
