@@ -172,9 +172,11 @@ def test_splits_at_any_guided_layers():
         assert merged.guided_rows[1] == 0 and merged.unguided_rows[1] == merged.guided_rows[0]
         assert not counts.unguided_rows.any()
         for out in (one, split):
-            words = out.every[site].used.words[:, t.fed]
-            # What the record says, in the layers that it is of.
-            assert np.array_equal(words[[0, 2]], t.audit[site].words[[0, 2]][:, t.fed])
+            used, recorded_codes = out.every[site].used, t.audit[site]
+            # A guided row has the scales of its record, whatever its input: each layer was given its own.
+            assert np.array_equal(used.scales[[0, 2]][:, t.fed], recorded_codes.scales[[0, 2]][:, t.fed])
+            assert not np.array_equal(used.scales[1][t.fed], recorded_codes.scales[1][t.fed]) or site != "down_input"
+            assert np.array_equal(used.words[0][t.fed], recorded_codes.words[0][t.fed])
         assert np.mean(split.every[site].used.words[1][t.fed] != one.every[site].used.words[1][t.fed]) < 0.2
 
 
