@@ -16,8 +16,8 @@ def ratio_of(log_ratio: Float[Array, "B S"]) -> Float[Array, "B S"]:
 
 def correction_weight(
     old: Float[Array, "B S"], rollout: Float[Array, "B S"], mask: Bool[Array, "B S"], config: RLConfig
-) -> Float[Array, "B S"]:
-    """Stopped importance weight of old (trainer) over rollout policy, per token.
+) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+    """Stopped importance weight of old (trainer) over rollout policy, per token, and where the correction bounds it.
 
     `tis`: truncated importance sampling (Yao et al. 2025, Flash-RL). `icepop`: double-sided mask (Ling team 2025).
     `sequence_mask`: sequences with geometric-mean weight outside the interval are dropped.
@@ -25,16 +25,16 @@ def correction_weight(
     log_weight = lax.stop_gradient(jnp.where(mask, old - rollout, 0.0))
     weight = ratio_of(log_weight)
     if config.correction == "none":
-        return jnp.ones_like(weight)
+        return jnp.ones_like(weight), jnp.zeros_like(mask)
     if config.correction == "tis":
-        return jnp.minimum(weight, config.tis_cap)
+        return jnp.minimum(weight, config.tis_cap), weight > config.tis_cap
     if config.correction == "icepop":
         inside = (weight >= config.icepop_low) & (weight <= config.icepop_high)
-        return jnp.where(inside, weight, 0.0)
+        return jnp.where(inside, weight, 0.0), ~inside
     count = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
     mean = ratio_of(jnp.sum(log_weight, axis=1, keepdims=True) / count)
     keep = (mean >= config.icepop_low) & (mean <= config.icepop_high)
-    return jnp.broadcast_to(keep.astype(weight.dtype), weight.shape)
+    return jnp.broadcast_to(keep.astype(weight.dtype), weight.shape), jnp.broadcast_to(~keep, weight.shape)
 
 
 def policy_loss(
@@ -66,8 +66,7 @@ def policy_loss(
         ratio = jnp.minimum(ratio, config.ratio_cap)
     else:
         ratio = ratio_of(jnp.where(mask, logprobs - old, 0.0))
-        weight = correction_weight(old, rollout, mask, config)
-        outside = weight != ratio_of(jnp.where(mask, old - rollout, 0.0))
+        weight, outside = correction_weight(old, rollout, mask, config)
     clipped = jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
     objective = weight * jnp.minimum(ratio * advantage, clipped * advantage)
     per_token = -objective
