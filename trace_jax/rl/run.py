@@ -117,7 +117,12 @@ def train(config: RunConfig, *, loop: Loop | None = None, progress: Progress | N
                 while loop.step < config.rl.steps:
                     _one_step(loop, iterator, config, folder, writer, checkpoints, progress)
     rows = read_metrics(folder.metrics_path)
-    return Run(method=config.method.name, seed=config.seed, rows=rows)
+    return Run(method=label(config), seed=config.seed, rows=rows)
+
+
+def label(config: RunConfig) -> str:
+    """Name of a run's method in tables: guided weights are a switch of their own."""
+    return config.method.name + ("+weights" if config.rl.guide_weights else "")
 
 
 def start(loop: Loop, config: RunConfig, mesh: jax.sharding.Mesh) -> None:
@@ -193,4 +198,4 @@ def read_run(folder: str | Path) -> tuple[RunConfig, Run]:
     scores_path = run_folder.path / "scores.json"
     scores: dict[str, Any] = json.loads(scores_path.read_text()) if scores_path.exists() else {}
     rows = read_metrics(run_folder.metrics_path)
-    return config, Run(method=config.method.name, seed=config.seed, rows=rows, scores=scores)
+    return config, Run(method=label(config), seed=config.seed, rows=rows, scores=scores)

@@ -15,7 +15,7 @@ from trace_jax.guidance import GuidanceSpec, row_hash
 from trace_jax.models import ModelConfig
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.assembly import Assembly
-from trace_jax.rollout.sampling import SamplingConfig, sample
+from trace_jax.rollout.sampling import SamplingConfig, sample, token_logprobs
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
 Prompt = Sequence[int] | np.ndarray
@@ -173,6 +173,24 @@ class Sampler:
             return state, kept
 
         return jax.lax.scan(step, state, length=self.rollout.chunk)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def rescore(self, params: nnx.State, tokens: jax.Array, fed: jax.Array) -> jax.Array:
+        """Log-probs float32 `[N, S]` that this rollout, with `params`, gives to tokens that are already there.
+
+        Args:
+            params: rollout parameters.
+            tokens: int32 `[N, S]`.
+            fed: bool `[N, S]`, False for padding.
+        """
+        c = self.model
+        model = nnx.merge(self.graphdef, params)
+        kv_format = self.plan.fp4 if self.plan is not None and self.plan.kv else None
+        cache = init_cache(*tokens.shape, c.num_kv_heads, c.head_dim, kv_format, layers=c.num_layers)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        numerics = Bf16Numerics() if self.plan is None else PackedNumerics(plan=self.plan)
+        out = model(tokens, positions, fed, numerics=numerics, cache=cache)
+        return token_logprobs(model.logits(out.hidden), tokens, self.sampling.temperature)[0]
 
     def generate(
         self, params: nnx.State, prompts: Sequence[Prompt], keys: jax.Array, *, weight_version: int
