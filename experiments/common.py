@@ -58,7 +58,9 @@ def script(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def run(*args):
-        logging.getLogger().setLevel(logging.WARNING)  # Hydra sets INFO, and checkpoint libraries are chatty there
+        logging.getLogger().setLevel(
+            logging.WARNING
+        )  # Hydra sets INFO, and checkpoint libraries are chatty there
         try:
             return main(*args)
         except EXPECTED_ERRORS as error:

@@ -22,7 +22,15 @@ from trace_jax.config import from_mapping
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import MeshConfig
 from trace_jax.rl import OptimizerConfig, RLConfig
-from trace_jax.rl.run import RunConfig, add_score, load_params, make_loop, score_policy, train, with_vocabulary
+from trace_jax.rl.run import (
+    RunConfig,
+    add_score,
+    load_params,
+    make_loop,
+    score_policy,
+    train,
+    with_vocabulary,
+)
 from trace_jax.rl.supervised import SupervisedConfig
 from trace_jax.rl.warmstart import WarmStartConfig, warm_start
 from trace_jax.runs import describe_environment
@@ -49,7 +57,9 @@ class CompareConfig:
 
     def __post_init__(self):
         if self.seeds < 1 or not self.methods:
-            raise ValueError(f"seeds is {self.seeds} and methods {self.methods}; expected at least one of each.")
+            raise ValueError(
+                f"seeds is {self.seeds} and methods {self.methods}; expected at least one of each."
+            )
 
 
 def scores_of(params, config: RunConfig, precisions: tuple[str, ...]) -> dict[str, float]:
@@ -90,7 +100,11 @@ def main(config: DictConfig) -> None:
     for method in compare.methods:
         method_config(method)  # a misspelt method fails before anything is trained
     warm = WarmStartConfig(
-        name="warmstart", root=str(folder), model=compare.model, task=compare.task, warmstart=compare.warmstart
+        name="warmstart",
+        root=str(folder),
+        model=compare.model,
+        task=compare.task,
+        warmstart=compare.warmstart,
     )
     warm_start(warm)
     runs = [run for method in compare.methods for run in run_method(compare, method, folder)]

@@ -38,9 +38,18 @@ def main(config: DictConfig) -> None:
         evaluate.run, with_vocabulary(run_config.model, run_config.task), evaluate.checkpoint
     )
     scores = score_policy(
-        params, run_config, evaluate.precision, count=evaluate.problems or None, temperature=evaluate.temperature
+        params,
+        run_config,
+        evaluate.precision,
+        count=evaluate.problems or None,
+        temperature=evaluate.temperature,
     )
-    result = {"run": evaluate.run, "precision": evaluate.precision, "score": scores.mean(), "problems": len(scores)}
+    result = {
+        "run": evaluate.run,
+        "precision": evaluate.precision,
+        "score": scores.mean(),
+        "problems": len(scores),
+    }
     if evaluate.checkpoint is None and not evaluate.problems and not evaluate.temperature:
         add_score(Path(evaluate.run), evaluate.precision, float(scores.mean()))
     print(json.dumps(result))

@@ -48,13 +48,13 @@ def attention(
 
     def entries(a):
         a = (dequantize(a) if isinstance(a, Fp4Array) else a).astype(q.dtype)
-        padding = -cache.length % SPLIT
-        a = jnp.pad(a, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        return a.reshape(a.shape[0], -1, min(SPLIT, a.shape[1]), *a.shape[2:])
+        a = jnp.pad(a, ((0, 0), (0, -cache.length % size), (0, 0), (0, 0)))
+        return a.reshape(a.shape[0], -1, size, *a.shape[2:])
 
+    size = min(SPLIT, cache.length)  # a short cache is one split, not padded to a whole one
     batch, tokens, q_heads, dim = q.shape
     k, v = entries(cache.k), entries(cache.v)
-    splits, size, heads = k.shape[1:4]
+    splits, heads = k.shape[1], k.shape[3]
     index = jnp.arange(splits * size, dtype=jnp.int32)[None, None]
     mask = (index <= positions[:, :, None]) & (index < cache.length)
     mask = mask.reshape(batch, tokens, splits, size)

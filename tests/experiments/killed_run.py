@@ -1,6 +1,6 @@
 """Not a test: a training process that kills itself with SIGKILL in a given phase.
 
-    python tests/experiments/killed_run.py rollout|train|checkpoint STEP OVERRIDE...
+python tests/experiments/killed_run.py rollout|train|checkpoint STEP OVERRIDE...
 """
 
 import os

@@ -56,7 +56,9 @@ def test_the_command_line_refuses_and_says_what_exists(tmp_path, override):
     [("model.head_dim=24", "head_dim", 32), ("model.hidden_size=40", "hidden_size", 48)],
 )
 def test_a_size_that_cuts_blocks(tmp_path, override, name, padded):
-    with pytest.raises(PlanError, match=rf"model\.{name} is .*not a multiple of the nvfp4 block of 16.*{padded}"):
+    with pytest.raises(
+        PlanError, match=rf"model\.{name} is .*not a multiple of the nvfp4 block of 16.*{padded}"
+    ):
         make_loop(run_config(tmp_path, override))
 
 
@@ -155,5 +157,3 @@ def test_all_equal_rewards_train_nothing(finished, tmp_path, monkeypatch):
     run = train(config, loop=loop)
     assert all(row["reward/degenerate_groups"] == config.rl.prompts for row in run.rows)
     assert all(row["grad_norm"] == 0.0 for row in run.rows)
-
-

@@ -14,7 +14,13 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 5
-OVERRIDES = (*TINY, f"rl.steps={STEPS}", "rl.checkpoint_every=2", "method=trace_all_layers", "rl.control_every=2")
+OVERRIDES = (
+    *TINY,
+    f"rl.steps={STEPS}",
+    "rl.checkpoint_every=2",
+    "method=trace_all_layers",
+    "rl.control_every=2",
+)
 
 
 def start(root: Path, cache: Path, *program: str, overrides=OVERRIDES) -> int:
@@ -24,7 +30,9 @@ def start(root: Path, cache: Path, *program: str, overrides=OVERRIDES) -> int:
         "JAX_COMPILATION_CACHE_DIR": str(cache),
     }
     command = [sys.executable, *program, f"root={root}", "name=run", *overrides]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=550
+    )
     if done.returncode not in (0, -9):
         raise AssertionError(f"{' '.join(program)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return done.returncode

@@ -34,7 +34,9 @@ def write_report(
     summary = {"methods": summaries, "ratios": ratios, "notes": notes or {}}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    text = "\n\n".join([markdown_table(summaries), _ratio_table(ratios, baseline, yardstick), _layer_table(summaries)])
+    text = "\n\n".join(
+        [markdown_table(summaries), _ratio_table(ratios, baseline, yardstick), _layer_table(summaries)]
+    )
     (folder / "summary.md").write_text(text + "\n")
     save_figures(methods, folder / "figures")
     return text
@@ -51,13 +53,20 @@ def _ratio_table(ratios: dict[str, dict[str, Any]], baseline: str, yardstick: st
         "|" + "---|" * (len(columns) + 1),
     ]
     for method, row in ratios.items():
-        cells = [f"{v['value']:.3g} [{v['low']:.3g}, {v['high']:.3g}]" if (v := row.get(c)) else "-" for c in columns]
+        cells = [
+            f"{v['value']:.3g} [{v['low']:.3g}, {v['high']:.3g}]" if (v := row.get(c)) else "-"
+            for c in columns
+        ]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _layer_table(summaries: dict[str, dict[str, Any]]) -> str:
-    lines = ["Codes that differ from the rollout's after guidance, % by layer:", "", "| method | site | layers |"]
+    lines = [
+        "Codes that differ from the rollout's after guidance, % by layer:",
+        "",
+        "| method | site | layers |",
+    ]
     lines.append("|---|---|---|")
     for method, summary in summaries.items():
         for site, values in summary["code_mismatch_by_layer"].items():

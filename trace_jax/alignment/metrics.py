@@ -62,15 +62,17 @@ def compare_codes(
 
     Returns:
         `[L]` each: `d_act` = |Qt - Qr| / |Qr| (Frobenius, dequantized), `code_mismatch` = share of differing codes,
-        `adjacent_share` of the mismatches (1 if there are none), `scale_mismatch` = share of blocks whose scale differs,
-        row scale included.
+        `adjacent_share` of the mismatches (1 if there are none), `scale_mismatch` = share of blocks whose
+        scale differs, row scale included.
     """
     axes = tuple(range(1, rows.ndim))
     values = rows[..., None]
     a, b = unpack_codes(rollout.words), unpack_codes(trainer.words)
     differs = (a != b) & values
     adjacent = differs & (jnp.abs(_signed(a) - _signed(b)) == 1)
-    scales = ((rollout.scales != trainer.scales) | (rollout.row_exponent != trainer.row_exponent)[..., None]) & values
+    scales = (
+        (rollout.scales != trainer.scales) | (rollout.row_exponent != trainer.row_exponent)[..., None]
+    ) & values
     qr, qt = (jnp.where(values, dequantize(x, jnp.float32), 0.0) for x in (rollout, trainer))
 
     def total(x):

@@ -59,11 +59,15 @@ def plot_mismatch(methods: Methods, path: Path) -> None:
     sites = sorted({site for table in tables.values() for site in table})
     if not sites:
         return
-    fig, axes = plt.subplots(1, len(sites), figsize=(3.2 * len(sites), 3.2), sharey=True, constrained_layout=True)
+    fig, axes = plt.subplots(
+        1, len(sites), figsize=(3.2 * len(sites), 3.2), sharey=True, constrained_layout=True
+    )
     for ax, site in zip(np.atleast_1d(axes), sites, strict=True):
         for method, table in tables.items():
             if site in table:
-                ax.plot(range(len(table[site])), 100 * np.asarray(table[site]), marker="o", ms=3, label=method)
+                ax.plot(
+                    range(len(table[site])), 100 * np.asarray(table[site]), marker="o", ms=3, label=method
+                )
         ax.set(title=site, xlabel="layer")
         ax.set_yscale("symlog", linthresh=0.01)
         ax.set_ylim(bottom=0)
@@ -78,7 +82,11 @@ def save_figures(methods: Methods, folder: Path) -> list[Path]:
     """Writes `rewards.png`, `logprob_gap.png` and, where codes were audited, `mismatch_by_layer.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for name, plot in (("rewards", plot_rewards), ("logprob_gap", plot_gap), ("mismatch_by_layer", plot_mismatch)):
+    for name, plot in (
+        ("rewards", plot_rewards),
+        ("logprob_gap", plot_gap),
+        ("mismatch_by_layer", plot_mismatch),
+    ):
         path = folder / f"{name}.png"
         plot(methods, path)
         if path.exists():

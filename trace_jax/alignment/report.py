@@ -30,7 +30,9 @@ def audit_report(
         ValueError: the two sides audited different sites or rows.
     """
     if set(rollout) != set(trainer):
-        raise ValueError(f"rollout audited {sorted(rollout)}, trainer {sorted(trainer)}; expected the same sites.")
+        raise ValueError(
+            f"rollout audited {sorted(rollout)}, trainer {sorted(trainer)}; expected the same sites."
+        )
     report = {}
     for site, theirs in rollout.items():
         ours = trainer[site]
@@ -52,7 +54,8 @@ def audit_report(
             **{name: after[name] for name in CODE_METRICS},
             **{f"{name}_before": before[name] for name in CODE_METRICS},
             "unguided_share": (rows & ~guided).sum(axis=axes) / count,
-            "saturated_share": (np.asarray(ours.saturated) * rows).sum(axis=axes) / (count * theirs.shape[-1]),
+            "saturated_share": (np.asarray(ours.saturated) * rows).sum(axis=axes)
+            / (count * theirs.shape[-1]),
             "scale_miss": missed,
         }
     return report

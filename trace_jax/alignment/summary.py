@@ -53,8 +53,8 @@ def bootstrap(
 ) -> Estimate | None:
     """95 % percentile interval of `statistic(mean of group 1, mean of group 2, ...)`.
 
-    Two-level resampling (Davison and Hinkley 1997, section 3.8): seeds with replacement, then steps within a seed, since
-    steps of one run are no independent runs.
+    Two-level resampling (Davison and Hinkley 1997, section 3.8): seeds with replacement, then steps within a seed,
+    since steps of one run are no independent runs.
 
     Args:
         samples: per group, one array of per-step values for each seed.
@@ -86,7 +86,9 @@ def ratio_of(
     runs: Sequence[Run], others: Sequence[Run], name: str, *, layers: Sequence[int] | None = None
 ) -> Estimate | None:
     """Mean of a metric over `runs` divided by its mean over `others`; by layer if the metric is logged so."""
-    pick = series if not name.startswith("alignment_by_layer/") else lambda run, n: layer_means(run, n, layers)
+    pick = (
+        series if not name.startswith("alignment_by_layer/") else lambda run, n: layer_means(run, n, layers)
+    )
     groups = [[pick(run, name) for run in group] for group in (runs, others)]
     return bootstrap(groups, lambda a, b: a / b if b else float("nan"))
 
@@ -216,7 +218,8 @@ def markdown_table(summaries: dict[str, dict[str, Any]]) -> str:
             _value(codes["d_act"]),
             f"{_percent(codes['code_mismatch_before'])} -> {_percent(codes['code_mismatch'])}",
             _value(s["bytes_per_token"]),
-            " / ".join(f"{s['seconds'][p]:.2f}" for p in ("rollout", "train", "sync") if p in s["seconds"]) or "-",
+            " / ".join(f"{s['seconds'][p]:.2f}" for p in ("rollout", "train", "sync") if p in s["seconds"])
+            or "-",
             _spread(s["scores"].get("bf16")),
             _spread(s["scores"].get("nvfp4")),
         )

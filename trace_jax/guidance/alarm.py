@@ -44,6 +44,6 @@ class HealthAlarm:
 
     def _message(self, site: str, overruled: int, total: int, limit: float) -> str:
         return (
-            f"guidance alarm at {site!r}: the record overrules {overruled / total:.1%} of the trainer's own rounding at "
-            f"the first guided layer, limit {limit:.1%}. The record is probably shifted, stale or foreign."
+            f"guidance alarm at {site!r}: the record overrules {overruled / total:.1%} of the trainer's own rounding "
+            f"at the first guided layer, limit {limit:.1%}. The record is probably shifted, stale or foreign."
         )

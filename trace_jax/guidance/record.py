@@ -117,7 +117,9 @@ def check_record(
         )
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     expected = np.where(fed, row_hash(tokens, positions), np.uint32(0))
-    _same("row hash (token, position)", np.asarray(record.row_hash), expected, "records are shifted or foreign")
+    _same(
+        "row hash (token, position)", np.asarray(record.row_hash), expected, "records are shifted or foreign"
+    )
     versions = np.where(fed, weight_version, -1).astype(np.int32)
     _same("weight version", np.asarray(record.weight_version), versions, "records come from other weights")
     sites = tuple(spec.sites) if spec else ()
@@ -127,9 +129,13 @@ def check_record(
         _check_site(name, record.sites[name], spec, row_shapes[name], tokens.shape)
 
 
-def _check_site(name: str, site: SiteRecord, spec: GuidanceSpec, row_shape: tuple[int, ...], batch_shape) -> None:
+def _check_site(
+    name: str, site: SiteRecord, spec: GuidanceSpec, row_shape: tuple[int, ...], batch_shape
+) -> None:
     if site.site != name:
-        raise RecordError(f"the record under {name!r} was taken at {site.site!r}; sites must not be exchanged.")
+        raise RecordError(
+            f"the record under {name!r} was taken at {site.site!r}; sites must not be exchanged."
+        )
     if site.spec != spec:
         raise RecordError(f"record of {name!r} was taken under {site.spec}, the trainer expects {spec}.")
     *lead, width = row_shape

@@ -26,7 +26,9 @@ def resolve_layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, .
         if layers == "first_half":
             return tuple(range(num_layers // 2))
         if layers not in shares:
-            raise ValueError(f"guidance layers {layers!r}; expected one of {LAYER_SETS} or a list of indices.")
+            raise ValueError(
+                f"guidance layers {layers!r}; expected one of {LAYER_SETS} or a list of indices."
+            )
         count = max(shares[layers], 1)
         return tuple(range(num_layers - count, num_layers))
     chosen = tuple(int(layer) for layer in layers)
@@ -56,7 +58,9 @@ class GuidanceSpec:
         if self.mode not in MODES:
             raise ValueError(f"guidance mode is {self.mode!r}; expected one of {MODES}.")
         if not self.layers or not self.sites:
-            raise ValueError(f"guidance has layers {self.layers} and sites {self.sites}; expected at least one each.")
+            raise ValueError(
+                f"guidance has layers {self.layers} and sites {self.sites}; expected at least one each."
+            )
 
     def bits_per_value(self) -> float:
         """Recorded bits per value, without the one byte a row."""

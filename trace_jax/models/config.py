@@ -48,7 +48,9 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; expected a positive size.")
         if self.vocab_size < 0:
-            raise ValueError(f"model.vocab_size is {self.vocab_size}; expected 0 (from the tokenizer) or more.")
+            raise ValueError(
+                f"model.vocab_size is {self.vocab_size}; expected 0 (from the tokenizer) or more."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model.num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "

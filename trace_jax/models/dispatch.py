@@ -24,7 +24,9 @@ class Dispatch(NamedTuple):
 def make_dispatch(experts: Int[Array, "T k"], num_experts: int) -> Dispatch:
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype), unique_indices=True)
+    inverse = (
+        jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype), unique_indices=True)
+    )
     group_sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
     return Dispatch(order, inverse, group_sizes)
 

@@ -21,10 +21,14 @@ from trace_jax.parallel import constrain
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, VALUE, Numerics, cast_weight
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int | None = None) -> nnx.Param:
+def param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int | None = None
+) -> nnx.Param:
     """FP32 master with logical axes: normal with variance 1/fan_in, or ones when `fan_in` is None (norm gains)."""
     if len(shape) != len(axes):
-        raise ValueError(f"parameter of shape {shape} has logical axes {axes}; expected one name per dimension.")
+        raise ValueError(
+            f"parameter of shape {shape} has logical axes {axes}; expected one name per dimension."
+        )
     if fan_in is None:
         value = jnp.ones(shape, jnp.float32)
     else:
@@ -46,7 +50,9 @@ def rms_norm(x: Float[Array, "*rows D"], gain: nnx.Param, eps: float) -> Float[A
     return (y * g).astype(x.dtype)
 
 
-def rope(x: Float[Array, "B T heads d"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T heads d"]:
+def rope(
+    x: Float[Array, "B T heads d"], positions: Int[Array, "B T"], theta: float
+) -> Float[Array, "B T heads d"]:
     """Rotary embedding on half-split pairs (Su et al. 2021, arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     acc = wide(x.dtype)
@@ -117,7 +123,9 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, layers: int, rngs: nnx.Rngs):
         c, lead = config, (layers,)
         self.norm = param(rngs, (*lead, c.hidden_size), ("layers", "norm"))
-        self.router = param(rngs, (*lead, c.hidden_size, c.num_experts), ("layers", "embed", "expert"), c.hidden_size)
+        self.router = param(
+            rngs, (*lead, c.hidden_size, c.num_experts), ("layers", "embed", "expert"), c.hidden_size
+        )
         # Gate and up side by side: one matrix per expert, hence one row scale, as serving engines fuse them.
         self.gate_up = param(
             rngs,

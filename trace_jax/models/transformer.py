@@ -66,7 +66,9 @@ class Transformer(nnx.Module):
         )
         self.blocks = Block(config, config.num_layers, rngs)
         self.final_norm = param(rngs, (config.hidden_size,), ("norm",))
-        self.head = param(rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.hidden_size)
+        self.head = param(
+            rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.hidden_size
+        )
 
     def __call__(
         self,
@@ -161,7 +163,9 @@ def abstract(config: ModelConfig, device: jax.Device | None = None) -> tuple[nnx
 def logical_axes(state: nnx.State) -> nnx.State:
     """The state with each parameter replaced by its tuple of logical axes."""
     return jax.tree.map(
-        lambda variable: variable.get_metadata()["logical_axes"], state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        lambda variable: variable.get_metadata()["logical_axes"],
+        state,
+        is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
 
 

@@ -89,11 +89,20 @@ def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Pins the layout of an intermediate to the mesh set by `jax.set_mesh`; a no-op without one."""
+    """Pins the layout of an intermediate to the mesh set by `jax.set_mesh`; a no-op without one.
+
+    A dimension that its mesh axes do not divide stays whole: a batch of 2 on 4 devices is replicated, not refused.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, spec(axes))
+
+    def divides(size, names):
+        names = (names,) if isinstance(names, str) else names or ()
+        return size % math.prod(mesh.shape[name] for name in names) == 0
+
+    kept = [names if divides(size, names) else None for size, names in zip(x.shape, spec(axes), strict=True)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*kept))
 
 
 def shard(tree: Any, mesh: Mesh, axes: Any) -> Any:

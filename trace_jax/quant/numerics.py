@@ -64,7 +64,9 @@ class PackedNumerics:
         record = None
         if guided and self.record is not None:
             record = {s: capture_site(s, codes[s], valid, self.record) for s in self.record.sites}
-        audit = {site: take_rows(q, self.audit_rows) for site, q in codes.items()} if self.audit_rows else None
+        audit = (
+            {site: take_rows(q, self.audit_rows) for site, q in codes.items()} if self.audit_rows else None
+        )
         return record, audit
 
 

@@ -27,7 +27,9 @@ def group_advantages(rewards: Float[np.ndarray, "P G"]) -> Advantages:
         raise ValueError(f"rewards have shape {rewards.shape}; expected [prompts, responses >= 2].")
     if not np.all(np.isfinite(rewards)):
         p, g = np.argwhere(~np.isfinite(rewards))[0]
-        raise ValueError(f"reward of response {g} to prompt {p} is {rewards[p, g]}; the task's score must be finite.")
+        raise ValueError(
+            f"reward of response {g} to prompt {p} is {rewards[p, g]}; the task's score must be finite."
+        )
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     equal = np.ptp(rewards, axis=1) == 0
     values = centred / (rewards.std(axis=1, keepdims=True) + EPSILON)

@@ -19,13 +19,12 @@ from trace_jax.rl.batch import make_batch
 from trace_jax.rl.loop import Loop
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgeRow:
     """Figures after `age` optimiser steps on one rollout, over its sampled tokens, in nats.
 
-    `gap` = mean |log-prob gap| of trainer and rollout, `gap_p999` and `kl_k3` likewise; `clipped_share` of the tokens lies
-    outside the clip interval; `moved` = mean change of the trainer's own log-probs since age 0; `policy_moved` = mean
+    `gap` = mean |log-prob gap| of trainer and rollout, `gap_p999` and `kl_k3` likewise; `clipped_share` of the tokens
+    lies outside the clip interval; `moved` = mean change of the trainer's own log-probs since age 0; `policy_moved` = mean
     change of what a rollout of the updated weights says of the same tokens; `fresh_gap` = mean |gap| of the trainer and
     that rollout.
     """
@@ -51,7 +50,9 @@ def age_rollout(loop: Loop, params: Any, seed: int, ages: Sequence[int]) -> list
         ages: increasing numbers of steps after which to measure.
     """
     if loop.config.minibatches != 1 or loop.accumulation != 1:
-        raise ValueError("ageing needs rl.minibatches=1 and optimizer.accumulation=1: every step sees the whole batch.")
+        raise ValueError(
+            "ageing needs rl.minibatches=1 and optimizer.accumulation=1: every step sees the whole batch."
+        )
     loop.start(jax.tree.map(jnp.copy, params), seed)
     prompts = next(prompt_iterator(loop.task, loop.config.prompts, seed=seed))
     trajectories = loop.roll_out(prompts["prompts"])

@@ -19,8 +19,8 @@ from trace_jax.rollout import Trajectories
 class TrainBatch:
     """B sequences of S tokens.
 
-    `fed` bool `[B, S]` marks the rows that the rollout fed, and the trainer feeds exactly those; `sampled` the tokens in
-    the loss. `routes` `[L, B, S, k]` or None without replay; `sites` the records by site, empty without guidance.
+    `fed` bool `[B, S]` marks the rows that the rollout fed, and the trainer feeds exactly those; `sampled` the tokens
+    in the loss. `routes` `[L, B, S, k]` or None without replay; `sites` the records by site, empty without guidance.
     """
 
     tokens: Any

@@ -82,19 +82,25 @@ class RLConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"rl.{name} is {getattr(self, name)}; expected at least 1.")
         if self.group_size < 2:
-            raise ValueError("rl.group_size is 1; group-normalised advantages need at least 2 responses to a prompt.")
+            raise ValueError(
+                "rl.group_size is 1; group-normalised advantages need at least 2 responses to a prompt."
+            )
         if not self.temperature > 0:
-            raise ValueError(f"rl.temperature is {self.temperature}; training samples, so it must be positive.")
+            raise ValueError(
+                f"rl.temperature is {self.temperature}; training samples, so it must be positive."
+            )
         if self.max_version_lag < 0:
-            raise ValueError(f"rl.max_version_lag is {self.max_version_lag}; expected 0 (synchronous) or more.")
+            raise ValueError(
+                f"rl.max_version_lag is {self.max_version_lag}; expected 0 (synchronous) or more."
+            )
         if self.sequences % self.minibatches:
             raise ValueError(
                 f"{self.prompts} prompts x {self.group_size} responses = {self.sequences} sequences do not split into "
                 f"rl.minibatches={self.minibatches}."
             )
-        if not 0 <= self.audit_sequences <= self.sequences // self.minibatches:
+        if not 0 <= self.audit_sequences <= self.minibatch:
             raise ValueError(
-                f"rl.audit_sequences is {self.audit_sequences}; expected 0 to {self.sequences // self.minibatches}, the "
+                f"rl.audit_sequences is {self.audit_sequences}; expected 0 to {self.minibatch}, the "
                 "sequences of a minibatch."
             )
 
@@ -110,4 +116,6 @@ class RLConfig:
     def audit_rows(self, accumulation: int = 1) -> tuple[int, ...]:
         """Sequences of a rollout whose full codes are kept: the first few of each microbatch."""
         micro = self.minibatch // accumulation
-        return tuple(start + i for start in range(0, self.sequences, micro) for i in range(self.audit_sequences))
+        return tuple(
+            start + i for start in range(0, self.sequences, micro) for i in range(self.audit_sequences)
+        )

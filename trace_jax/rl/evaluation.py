@@ -57,4 +57,6 @@ class Evaluator:
         weights = self._weights(params, self.plan, self.model.dtype)
         trajectories = self.sampler.generate(weights, prompts, keys, weight_version=0)
         texts = [self.task.tokenizer.decode(trajectories.response(n)) for n in range(len(problems))]
-        return np.asarray([self.task.score(text, p) for text, p in zip(texts, problems, strict=True)], np.float64)
+        return np.asarray(
+            [self.task.score(text, p) for text, p in zip(texts, problems, strict=True)], np.float64
+        )

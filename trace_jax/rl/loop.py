@@ -175,7 +175,11 @@ class Loop:
         codes = jax.tree.map(lambda leaf: leaf[:, part], trajectories.audit)
         report = audit_report(codes, result.audit, trajectories.fed[list(trajectories.audit_rows[part])])
         scalars, lists = flatten_report(report)
-        guided = [report[site]["scale_miss"][list(self.spec.layers)] for site in self.spec.sites] if self.spec else []
+        guided = (
+            [report[site]["scale_miss"][list(self.spec.layers)] for site in self.spec.sites]
+            if self.spec
+            else []
+        )
         return scalars | lists | ({"guidance/scale_miss": float(np.mean(guided))} if guided else {})
 
     def _guidance(self, result) -> dict[str, Any]:

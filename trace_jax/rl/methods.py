@@ -33,7 +33,9 @@ class MethodConfig:
         if self.trainer not in TRAINERS:
             raise ValueError(f"method.trainer is {self.trainer!r}; expected one of {TRAINERS}.")
         if self.rollout == "bf16" and self.trainer == "guided":
-            raise ValueError("method.trainer 'guided' needs an FP4 rollout to record; method.rollout is 'bf16'.")
+            raise ValueError(
+                "method.trainer 'guided' needs an FP4 rollout to record; method.rollout is 'bf16'."
+            )
         for site in self.sites:
             if site not in SITES:
                 raise ValueError(f"method.sites has {site!r}; expected some of {SITES}.")

@@ -19,7 +19,9 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
         "linear": optax.linear_schedule(rate, 0.0, after),
         "cosine": optax.cosine_decay_schedule(rate, after),
     }[config.schedule]
-    schedule = optax.join_schedules([optax.linear_schedule(0.0, rate, warmup), body], [warmup]) if warmup else body
+    schedule = (
+        optax.join_schedules([optax.linear_schedule(0.0, rate, warmup), body], [warmup]) if warmup else body
+    )
     optimizer = optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay)
     if config.clip_norm > 0:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)

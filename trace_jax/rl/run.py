@@ -174,7 +174,12 @@ def _evaluator(model: ModelConfig, task_json: str, precision: str, max_new_token
 
 
 def score_policy(
-    params: nnx.State, config: RunConfig, precision: str, *, count: int | None = None, temperature: float = 0.0
+    params: nnx.State,
+    config: RunConfig,
+    precision: str,
+    *,
+    count: int | None = None,
+    temperature: float = 0.0,
 ) -> np.ndarray:
     """Scores of the held-out problems at a precision: `count` of them (all by default), greedy unless stated."""
     model = with_vocabulary(config.model, config.task)

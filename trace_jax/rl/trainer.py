@@ -69,7 +69,9 @@ class Trainer:
     def init(self, params: nnx.State) -> TrainState:
         return TrainState(params=params, opt_state=self.optimizer.init(params))
 
-    def forward(self, params: nnx.State, batch: TrainBatch, weight_guides: dict[str, Any] | None) -> ForwardResult:
+    def forward(
+        self, params: nnx.State, batch: TrainBatch, weight_guides: dict[str, Any] | None
+    ) -> ForwardResult:
         """Log-probs of the batch's tokens under its record. Pure; traced inside the jitted steps."""
         model = nnx.merge(self.graphdef, params)
         batch = constrain_batch(batch)

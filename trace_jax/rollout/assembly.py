@@ -82,7 +82,9 @@ class Assembly:
             target[:, row, where] = np.moveaxis(leaf[step, :, row, 0], 0, 1)
 
         write(self.kept["routes"], kept["routes"])
-        for target, leaf in zip(jax.tree.leaves(self.kept["sites"]), jax.tree.leaves(kept["sites"]), strict=True):
+        for target, leaf in zip(
+            jax.tree.leaves(self.kept["sites"]), jax.tree.leaves(kept["sites"]), strict=True
+        ):
             write(target, leaf)
         if self.audit_rows and kept["audit"] is not None:
             slot = {n: i for i, n in enumerate(self.audit_rows)}

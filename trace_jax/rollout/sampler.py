@@ -13,6 +13,7 @@ from flax import nnx
 from kernels_pallas.kv_cache import KVCache, init_cache
 from trace_jax.guidance import GuidanceSpec, row_hash
 from trace_jax.models import ModelConfig
+from trace_jax.parallel import constrain
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.assembly import Assembly
 from trace_jax.rollout.sampling import SamplingConfig, sample, token_logprobs
@@ -57,6 +58,12 @@ class DecodeState:
     done: Any
 
 
+def _lay_out(cache: KVCache) -> KVCache:
+    """Logical axes of a cache stacked over layers; row exponents lack the last one."""
+    axes = ("layers", "batch", "length", "kv_heads", "head_dim")
+    return jax.tree.map(lambda leaf: constrain(leaf, axes[: leaf.ndim]), cache)
+
+
 class Sampler:
     """Samples from one model at one precision.
 
@@ -82,7 +89,9 @@ class Sampler:
                 head_dim=model.head_dim,
             )
         elif record is not None:
-            raise ValueError("a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan.")
+            raise ValueError(
+                "a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan."
+            )
         self.graphdef, self.model, self.rollout, self.sampling = graphdef, model, rollout, sampling
         self.plan, self.record = plan, record
         self.slots = rollout.num_prompts * rollout.group_size
@@ -133,7 +142,7 @@ class Sampler:
         each = functools.partial(jnp.repeat, repeats=r.group_size)
         start = each(lengths, axis=0)
         state = DecodeState(
-            cache=jax.tree.map(lambda leaf: each(leaf, axis=1), out.cache),
+            cache=_lay_out(jax.tree.map(lambda leaf: each(leaf, axis=1), out.cache)),
             logits=each(logits, axis=0),
             position=start,
             limit=start + self.sampling.max_new_tokens,
@@ -168,7 +177,7 @@ class Sampler:
                 "position": state.position,
             }
             state = dataclasses.replace(
-                state, cache=out.cache, logits=logits, position=state.position + ~done, done=done
+                state, cache=_lay_out(out.cache), logits=logits, position=state.position + ~done, done=done
             )
             return state, kept
 

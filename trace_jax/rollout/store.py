@@ -70,10 +70,14 @@ def load_trajectories(path: str | Path) -> Trajectories:
     sites = {}
     for name, entry in static["sites"].items():
         spec = entry["spec"] | {k: tuple(entry["spec"][k]) for k in ("layers", "sites")}
-        sites[name] = SiteRecord(**part(f"sites/{name}", _SITE), site=entry["site"], spec=GuidanceSpec(**spec))
+        sites[name] = SiteRecord(
+            **part(f"sites/{name}", _SITE), site=entry["site"], spec=GuidanceSpec(**spec)
+        )
     audit = static["audit"]
     if audit is not None:
-        audit = {name: Fp4Array(**part(f"audit/{name}", _FP4), format=get_format(f)) for name, f in audit.items()}
+        audit = {
+            name: Fp4Array(**part(f"audit/{name}", _FP4), format=get_format(f)) for name, f in audit.items()
+        }
     return Trajectories(
         **{name: arrays[name] for name in _ARRAYS},
         record=GuidanceRecord(sites=sites, **part("record", _RECORD)),
