@@ -175,7 +175,10 @@ def test_splits_at_any_guided_layers():
             used, recorded_codes = out.every[site].used, t.audit[site]
             # A guided row has the scales of its record, whatever its input: each layer was given its own.
             assert np.array_equal(used.scales[[0, 2]][:, t.fed], recorded_codes.scales[[0, 2]][:, t.fed])
-            assert not np.array_equal(used.scales[1][t.fed], recorded_codes.scales[1][t.fed]) or site != "down_input"
+            assert (
+                not np.array_equal(used.scales[1][t.fed], recorded_codes.scales[1][t.fed])
+                or site != "down_input"
+            )
             assert np.array_equal(used.words[0][t.fed], recorded_codes.words[0][t.fed])
         assert np.mean(split.every[site].used.words[1][t.fed] != one.every[site].used.words[1][t.fed]) < 0.2
 

@@ -52,6 +52,6 @@ def test_refuses_trajectories_without_an_audit_sample():
 
 
 def test_refuses_another_format():
-    spec = small.method("trace_all_layers", format="mxfp4").record_spec(small.MODEL)
+    spec = dataclasses.replace(small.method("trace_all_layers"), format="mxfp4").record_spec(small.MODEL)
     with pytest.raises(RecordError, match=r"nvfp4.*the record needs 'expert_input' in mxfp4"):
         rerecord(small.rollout("trace_all_sites"), spec)
