@@ -23,10 +23,12 @@ from trace_jax.rl.loop import Loop
 class AgeRow:
     """Figures after `age` optimiser steps on one rollout, over its sampled tokens, in nats.
 
-    `gap` = mean |log-prob gap| of trainer and rollout, `gap_p999` and `kl_k3` likewise; `clipped_share` of the tokens
-    lies outside the clip interval; `moved` = mean change of the trainer's own log-probs since age 0; `policy_moved` =
-    mean change of what a rollout of the updated weights says of the same tokens; `fresh_gap` = mean |gap| of the trainer and
-    that rollout.
+    Attributes:
+      gap, gap_p999, kl_k3: mean |log-prob gap| of trainer and rollout, its 99.9th percentile, and the k3 estimate.
+      clipped_share: of the tokens, outside the clip interval.
+      moved: mean |change| of the trainer's own log-probs since age 0.
+      policy_moved: mean |change| of what a rollout of the updated weights says of the same tokens.
+      fresh_gap: mean |gap| of the trainer and that rollout.
     """
 
     seed: int
