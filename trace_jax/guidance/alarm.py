@@ -13,9 +13,10 @@ MIN_COUNT = 50
 
 @dataclasses.dataclass
 class HealthAlarm:
-    """Compares the share of overruled values, per site, with the run's first step.
+    """Compares the share of overruled values, per site, with the first step that reported the site.
 
-    `baseline` maps site to (overruled, total) of that step and is part of the checkpoint.
+    `baseline` maps site to (overruled, total) of that step and is part of the checkpoint. Callers whose weights are
+    ahead of the rollout's by a varying number of versions name that lag in the site: the shares differ.
     """
 
     baseline: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)

@@ -155,7 +155,7 @@ class Loop:
                     continue  # the first microbatch of each minibatch is the one that is measured
                 row = jax.device_get(scalars) | self._alignment(trajectories, result, m * self.accumulation)
                 if m == 0:
-                    metrics |= row | self._guidance(result)
+                    metrics |= row | self._guidance(result, self.version - version)
                 if config.minibatches > 1:
                     # Optimiser steps since the rollout are an axis of every measurement.
                     kept = (k for k in row if k.startswith(("mismatch/", "alignment/", "is/")))
@@ -182,12 +182,13 @@ class Loop:
         )
         return scalars | lists | ({"guidance/scale_miss": float(np.mean(guided))} if guided else {})
 
-    def _guidance(self, result) -> dict[str, Any]:
+    def _guidance(self, result, lag: int) -> dict[str, Any]:
         if not result.counts:
             return {}
         counts = jax.device_get(result.counts)
         first = {site: (int(c.overruled[0]), int(c.values[0])) for site, c in counts.items()}
-        messages = self.alarm.observe(first)
+        # Weights that moved since the rollout overrule more of the record: each lag has a baseline of its own.
+        messages = self.alarm.observe({f"{s}@lag{lag}" if lag else s: c for s, c in first.items()})
         for message in messages:
             warnings.warn(f"step {self.step}: {message}", RuntimeWarning, stacklevel=2)
         overruled = sum(o for o, _ in first.values()) / max(sum(n for _, n in first.values()), 1)
