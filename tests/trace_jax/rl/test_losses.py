@@ -159,7 +159,7 @@ def test_entropy_bonus():
     plain, *_ = loss_of(ZEROS, settings())
     entropy = np.full((2, 4), 2.0, np.float32)
     value, sums, _, grad = loss_of(ZEROS, settings(entropy_coefficient=0.1), entropy=entropy)
-    assert value == pytest.approx(plain - 0.1 * 2.0) and sums["entropy"] == 10
+    assert value == pytest.approx(plain - 0.1 * 2.0, abs=1e-6) and sums["entropy"] == 10
     np.testing.assert_allclose(grad, np.where(MASK, -0.1, 0) / 5, rtol=1e-5)
 
 
