@@ -16,6 +16,7 @@ from trace_jax.models import ModelConfig
 from trace_jax.parallel import constrain
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.assembly import Assembly
+from trace_jax.rollout.rows import PackedRows, pack_rows
 from trace_jax.rollout.sampling import SamplingConfig, sample, token_logprobs
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
@@ -107,15 +108,12 @@ class Sampler:
     def _guided_layers(self) -> tuple[int, ...]:
         return self.record.layers if self.record else ()
 
-    def _kept(self, out, tokens, positions, fed) -> dict[str, Any]:
-        """What leaves the device for each fed row."""
+    def _kept(self, out, tokens, positions, fed) -> tuple[PackedRows, PackedRows | None]:
+        """What leaves the device: each row's routes, hash and record, and the audited rows' full codes."""
         routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(self._route_dtype).max)
-        return {
-            "routes": routes.astype(self._route_dtype),
-            "row_hash": jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0)),
-            "sites": out.guided,
-            "audit": out.every,
-        }
+        hashes = jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0))
+        rows = pack_rows((routes.astype(self._route_dtype), out.guided), hashes)
+        return rows, None if out.every is None else pack_rows(out.every, None)
 
     @functools.partial(jax.jit, static_argnums=0)
     def _prefill(self, params, tokens, lengths):
@@ -148,7 +146,7 @@ class Sampler:
             limit=start + self.sampling.max_new_tokens,
             done=start == 0,
         )
-        return state, self._kept(out, tokens, positions, fed)
+        return state, *self._kept(out, tokens, positions, fed)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def _decode(self, params, state: DecodeState, keys):
@@ -169,7 +167,10 @@ class Sampler:
                 column, position, fed, numerics=numerics, cache=state.cache, guided_layers=self._guided_layers
             )
             logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
-            kept = self._kept(out, column, position, fed) | {
+            rows, audit = self._kept(out, column, position, fed)
+            kept = {
+                "rows": rows,
+                "audit": audit,
                 "token": tokens,
                 "logprob": jnp.where(sampled, logprobs, 0.0),
                 "sampled": sampled,
@@ -245,8 +246,8 @@ class Sampler:
             filler = jnp.broadcast_to(keys[:1], (self.slots - keys.shape[0], *keys.shape[1:]))
             keys = jnp.concatenate([keys, filler])
         assembly = Assembly(tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows)
-        state, kept = self._prefill(params, tokens, lengths)
-        assembly.add_prefill(kept)
+        state, rows, audit = self._prefill(params, tokens, lengths)
+        assembly.add_prefill(rows, audit)
         for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):
             state, kept = self._decode(params, state, keys)
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
