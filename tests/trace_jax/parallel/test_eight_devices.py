@@ -57,7 +57,7 @@ def test_unguided_mismatch_is_what_guidance_is_for(findings):
     unguided = findings["sharded"]["unguided"]
     print("unguided mismatch of the sharded trainer:", unguided)
     print(
-        "words that differ in the sharded rollout's prompts:",
-        findings["rollout_words_that_differ_in_prompts"],
+        "words that differ between sharded and single rollout:",
+        findings["rollout_words_that_differ"],
     )
     assert max(unguided.values()) > 1e-3
