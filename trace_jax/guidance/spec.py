@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kernels_pallas.formats import get_format
+from trace_jax.config import ConfigError
 
 MODES = ("scale", "mantissa", "full")
 LAYER_SETS = ("all", "first_half", "last_half", "last_quarter", "last_eighth")
@@ -33,7 +34,7 @@ def resolve_layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, .
         return tuple(range(num_layers - count, num_layers))
     chosen = tuple(int(layer) for layer in layers)
     if list(chosen) != sorted(set(chosen)) or not all(0 <= layer < num_layers for layer in chosen):
-        raise ValueError(
+        raise ConfigError(
             f"guidance layers {list(chosen)}; expected increasing, distinct indices from 0 to {num_layers - 1}."
         )
     return chosen

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from trace_jax.config import ConfigError
+
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
 # Logical axis -> mesh axes. None keeps a dimension whole: `length`, `block` and packed words along a contraction
@@ -63,7 +65,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = list(jax.devices() if devices is None else devices)
     needed = math.prod(config.shape)
     if len(devices) < needed:
-        raise ValueError(
+        raise ConfigError(
             f"mesh {dict(zip(MESH_AXES, config.shape, strict=True))} needs {needed} devices, this process sees "
             f"{len(devices)}. Lower the mesh sizes or start on more devices."
         )

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from trace_jax.config import ConfigError
 from trace_jax.data import encode_prompt
 from trace_jax.models import ModelConfig
 from trace_jax.quant import QuantPlan, rollout_weights
@@ -23,7 +24,7 @@ PRECISIONS = {
 def precision_plan(precision: str) -> QuantPlan | None:
     """FP4 plan of a precision's name; ValueError with the allowed names otherwise."""
     if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; expected one of {sorted(PRECISIONS)}.")
+        raise ConfigError(f"precision is {precision!r}; expected one of {sorted(PRECISIONS)}.")
     return PRECISIONS[precision]
 
 

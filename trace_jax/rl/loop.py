@@ -12,6 +12,7 @@ from flax import nnx
 
 from kernels_pallas.arrays import Fp4Array
 from trace_jax.alignment.report import audit_report, flatten_report
+from trace_jax.config import ConfigError
 from trace_jax.guidance import HealthAlarm
 from trace_jax.guidance.budget import bytes_per_token, route_bytes_per_token
 from trace_jax.models import ModelConfig
@@ -46,7 +47,7 @@ class Loop:
     ):
         """Compiles nothing yet; `start` gives the loop its parameters, and may be called again for another seed."""
         if config.minibatch % optimizer.accumulation:
-            raise ValueError(
+            raise ConfigError(
                 f"a minibatch of {config.minibatch} sequences does not split into "
                 f"optimizer.accumulation={optimizer.accumulation} microbatches."
             )

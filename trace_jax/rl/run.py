@@ -132,11 +132,9 @@ def start(loop: Loop, config: RunConfig, mesh: jax.sharding.Mesh) -> None:
         params = load_params(config.init_from, model)
     else:
         _, params = create(model, jax.random.key(config.seed))
-    if mesh.size > 1:
-        params = shard(params, mesh, logical_axes(params))
-    loop.start(params, config.seed)
-    if mesh.size > 1:
-        loop.train = jax.device_put(loop.train, state_shardings(model, loop.train, mesh))
+    # Also on one device: a state whose leaves disagree about their sharding would compile the train step twice.
+    loop.start(shard(params, mesh, logical_axes(params)), config.seed)
+    loop.train = jax.device_put(loop.train, state_shardings(model, loop.train, mesh))
 
 
 def _one_step(loop, iterator, config: RunConfig, folder: RunFolder, writer, checkpoints, progress) -> None:

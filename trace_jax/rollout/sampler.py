@@ -185,13 +185,16 @@ class Sampler:
         return jax.lax.scan(step, state, length=self.rollout.chunk)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def rescore(self, params: nnx.State, tokens: jax.Array, fed: jax.Array) -> jax.Array:
+    def rescore(
+        self, params: nnx.State, tokens: jax.Array, fed: jax.Array, routes: jax.Array | None = None
+    ) -> jax.Array:
         """Log-probs float32 `[N, S]` that this rollout, with `params`, gives to tokens that are already there.
 
         Args:
             params: rollout parameters.
             tokens: int32 `[N, S]`.
             fed: bool `[N, S]`, False for padding.
+            routes: int32 `[L, N, S, k]` experts to replay, negative where a token chooses for itself.
         """
         c = self.model
         model = nnx.merge(self.graphdef, params)
@@ -199,7 +202,7 @@ class Sampler:
         cache = init_cache(*tokens.shape, c.num_kv_heads, c.head_dim, kv_format, layers=c.num_layers)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         numerics = Bf16Numerics() if self.plan is None else PackedNumerics(plan=self.plan)
-        out = model(tokens, positions, fed, numerics=numerics, cache=cache)
+        out = model(tokens, positions, fed, numerics=numerics, cache=cache, routes=routes)
         return token_logprobs(model.logits(out.hidden), tokens, self.sampling.temperature)[0]
 
     def generate(
