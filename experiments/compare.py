@@ -39,7 +39,10 @@ from trace_jax.tasks import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """`seeds` runs of each method; scores of every final policy at each of `precisions`."""
+    """`seeds` runs of each method; `scored` responses of every final policy at each of `precisions`.
+
+    Held-out problems are scored at the first two precisions.
+    """
 
     name: str
     root: str
@@ -48,6 +51,7 @@ class CompareConfig:
     baseline: str
     yardstick: str
     precisions: tuple[str, ...]
+    scored: int
     model: ModelConfig
     task: TaskConfig
     mesh: MeshConfig
@@ -62,8 +66,16 @@ class CompareConfig:
             )
 
 
-def scores_of(params, config: RunConfig, precisions: tuple[str, ...]) -> dict[str, float]:
-    return {p: float(score_policy(params, config, p).mean()) for p in precisions}
+def scores_of(params, config: RunConfig, compare: "CompareConfig") -> dict[str, float]:
+    """Sampled scores on the problems of training, as the reward sees them, and greedy ones on held-out problems."""
+    sampled = {
+        p: score_policy(
+            params, config, p, split="train", count=compare.scored, temperature=config.rl.temperature
+        )
+        for p in compare.precisions
+    }
+    held_out = {f"held_out_{p}": score_policy(params, config, p) for p in compare.precisions[:2]}
+    return {name: float(scores.mean()) for name, scores in (sampled | held_out).items()}
 
 
 def run_method(config: CompareConfig, method: str, folder: Path) -> list[Run]:
@@ -84,7 +96,7 @@ def run_method(config: CompareConfig, method: str, folder: Path) -> list[Run]:
         )
         loop = loop or make_loop(run_config)
         run = train(run_config, loop=loop)
-        scores = scores_of(loop.train.params, run_config, config.precisions)
+        scores = scores_of(loop.train.params, run_config, config)
         for precision, score in scores.items():
             add_score(folder / run_config.name, precision, score)
         runs.append(dataclasses.replace(run, scores=scores))
@@ -115,7 +127,7 @@ def main(config: DictConfig) -> None:
     notes = {
         "command": shlex.join(["python", "-m", "experiments.compare", *sys.argv[1:]]),
         "environment": describe_environment(),
-        "warmstart_scores": scores_of(params, any_run, compare.precisions),
+        "warmstart_scores": scores_of(params, any_run, compare),
     }
     table = write_report(
         group_by_method(runs), folder, baseline=compare.baseline, yardstick=compare.yardstick, notes=notes

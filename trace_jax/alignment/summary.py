@@ -205,6 +205,8 @@ def markdown_table(summaries: dict[str, dict[str, Any]]) -> str:
         "rollout / train / sync s",
         "score BF16",
         "score NVFP4",
+        "score NVFP4 4/6",
+        "held out, NVFP4",
     )
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for method, s in summaries.items():
@@ -222,6 +224,8 @@ def markdown_table(summaries: dict[str, dict[str, Any]]) -> str:
             or "-",
             _spread(s["scores"].get("bf16")),
             _spread(s["scores"].get("nvfp4")),
+            _spread(s["scores"].get("nvfp4_4over6")),
+            _spread(s["scores"].get("held_out_nvfp4")),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

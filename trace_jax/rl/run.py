@@ -22,7 +22,7 @@ from trace_jax.rl.methods import MethodConfig
 from trace_jax.rl.trainer import state_shardings
 from trace_jax.rollout import SamplingConfig, save_trajectories
 from trace_jax.runs import Checkpoints, MetricsWriter, Progress, RunFolder, read_metrics
-from trace_jax.tasks import TaskConfig, make_task
+from trace_jax.tasks import Split, TaskConfig, make_task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +156,11 @@ def _one_step(loop, iterator, config: RunConfig, folder: RunFolder, writer, chec
 
 
 @functools.lru_cache(maxsize=8)
-def _evaluator(model: ModelConfig, task_json: str, precision: str, max_new_tokens: int, temperature: float):
+def _evaluator(
+    model: ModelConfig, task_json: str, split: Split, precision: str, max_new_tokens: int, temperature: float
+) -> Evaluator:
     task_config = from_mapping(TaskConfig, json.loads(task_json))
-    task = make_task(task_config, "eval")
+    task = make_task(task_config, split)
     return Evaluator(
         graph_definition(model),
         model,
@@ -176,15 +178,26 @@ def score_policy(
     config: RunConfig,
     precision: str,
     *,
+    split: Split = "eval",
     count: int | None = None,
     temperature: float = 0.0,
 ) -> np.ndarray:
-    """Scores of the held-out problems at a precision: `count` of them (all by default), greedy unless stated."""
+    """Scores of a policy at a precision, one response to a problem.
+
+    Args:
+        params: FP32 masters.
+        config: of the run: model, task, response length.
+        precision: `bf16`, `nvfp4`, `nvfp4_4over6` or `mxfp4`.
+        split: held-out problems, or those of training.
+        count: how many problems, starting over when there are fewer; all of the split by default.
+        temperature: 0 is greedy.
+    """
     model = with_vocabulary(config.model, config.task)
     task_json = json.dumps(to_mapping(config.task))
-    evaluator = _evaluator(model, task_json, precision, config.rl.max_new_tokens, temperature)
-    count = min(count or len(evaluator.task), len(evaluator.task))
-    return evaluator.score(params, [evaluator.task.sample(i) for i in range(count)], seed=config.seed)
+    evaluator = _evaluator(model, task_json, split, precision, config.rl.max_new_tokens, temperature)
+    task = evaluator.task
+    problems = [task.sample(i % len(task)) for i in range(count or len(task))]
+    return evaluator.score(params, problems, seed=config.seed)
 
 
 def add_score(folder: Path, precision: str, score: float) -> None:
