@@ -17,15 +17,19 @@ from trace_jax.rollout import token_logprobs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
-    """`steps` batches of `batch` sequences of `length` tokens."""
+    """`steps` batches of `batch` sequences of `length` tokens, from the first `problems` of the task's training split.
 
+    RL may train on fewer of them (`task.train_size`).
+    """
+
+    problems: int = 65536
     steps: int = 300
     batch: int = 128
     length: int = 48
     learning_rate: float = 3e-3
 
     def __post_init__(self):
-        for name in ("steps", "batch", "length"):
+        for name in ("problems", "steps", "batch", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"warmstart.{name} is {getattr(self, name)}; expected at least 1.")
         if not self.learning_rate > 0:

@@ -30,7 +30,8 @@ def warm_start(config: WarmStartConfig) -> RunFolder:
     """Trains, resumes, or returns at once when it is already done. The checkpoint holds `train.params`."""
     folder = RunFolder.open(config.root, config.name, to_mapping(config), may_change=("root",))
     model = with_vocabulary(config.model, config.task)
-    task, sft = make_task(config.task), config.warmstart
+    sft = config.warmstart
+    task = make_task(dataclasses.replace(config.task, train_size=sft.problems))
     trainer = SupervisedTrainer(graph_definition(model), model, sft)
     iterator = sft_iterator(task, sft.batch, length=sft.length, seed=config.seed)
     state, step = trainer.init(create(model, jax.random.key(config.seed))[1]), 0
