@@ -254,9 +254,9 @@ class Sampler:
         for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):
             state, kept = self._decode(params, state, keys)
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
-            finished = bool(jnp.all(state.done))  # a few bytes; the chunk's record is still under way
-            assembly.flush()
+            finished = jnp.all(state.done)
+            assembly.flush()  # the previous chunk's rows, while the device works on this one
             assembly.add_chunk(kept)
-            if finished:
+            if finished:  # waits for the chunk, not for the copy of its record
                 break
         return assembly.finish(len(prompts) * r.group_size)
