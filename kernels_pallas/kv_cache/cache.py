@@ -41,8 +41,11 @@ def init_cache(
     format: Fp4Format | None,
     *,
     layers: int | None = None,
+    dtype: jnp.dtype = jnp.bfloat16,
 ) -> KVCache:
-    """A cache of zeros for `length` entries per sequence; `format` None is BF16; `layers` adds an axis.
+    """A cache of zeros for `length` entries per sequence; `layers` adds an axis.
+
+    With `format` None the entries are unquantized, in `dtype`, the compute dtype of the model.
 
     ValueError if `head_dim` is no whole number of blocks.
     """
@@ -50,7 +53,7 @@ def init_cache(
 
     def zeros():
         if format is None:
-            return jnp.zeros((*shape, head_dim), jnp.bfloat16)
+            return jnp.zeros((*shape, head_dim), dtype)
         check_block(head_dim, -1, format)
         return Fp4Array(
             words=jnp.zeros((*shape, head_dim // 8), jnp.uint32),

@@ -142,6 +142,7 @@ class Loop:
                 for i, part in enumerate(micro):
                     old[m, i] = self.trainer.evaluate(self.train.params, part, guides)[1].logprobs
         metrics: dict[str, Any] = {}
+        guided, unguided = {}, {}
         for m, micro in enumerate(minibatches):
             normalizer = np.float32(max(sum(part.sampled.sum() for part in micro), 1) / self.accumulation)
             for i, part in enumerate(micro):
@@ -152,6 +153,9 @@ class Loop:
                 self.train, scalars, result = self.trainer.step(
                     self.train, part, normalizer, old.get((m, i)), reference, guides
                 )
+                for site, c in (result.counts or {}).items():
+                    guided[site] = guided.get(site, 0) + c.guided_rows.sum()
+                    unguided[site] = unguided.get(site, 0) + c.unguided_rows.sum()
                 if i:
                     continue  # the first microbatch of each minibatch is the one that is measured
                 row = jax.device_get(scalars) | self._alignment(trajectories, result, m * self.accumulation)
@@ -161,6 +165,10 @@ class Loop:
                     # Optimiser steps since the rollout are an axis of every measurement.
                     kept = (k for k in row if k.startswith(("mismatch/", "alignment/", "is/")))
                     metrics |= {f"age_{m}/{k}": row[k] for k in kept}
+        if guided:
+            # Over all microbatches: every row of the rollout is accounted for exactly once.
+            metrics["guidance/rows_guided"] = int(sum(guided.values()))
+            metrics["guidance/rows_unguided"] = int(sum(unguided.values()))
         return metrics
 
     def _microbatch_starts(self):
@@ -194,8 +202,6 @@ class Loop:
             warnings.warn(f"step {self.step}: {message}", RuntimeWarning, stacklevel=2)
         overruled = sum(o for o, _ in first.values()) / max(sum(n for _, n in first.values()), 1)
         return {
-            "guidance/rows_guided": int(sum(c.guided_rows.sum() for c in counts.values())),
-            "guidance/rows_unguided": int(sum(c.unguided_rows.sum() for c in counts.values())),
             "guidance/overruled_share": overruled,
             "guidance/alarm": float(bool(messages)),
         }

@@ -68,5 +68,5 @@ class SupervisedTrainer:
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(params=params, opt_state=opt_state), metrics

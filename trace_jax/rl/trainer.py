@@ -145,8 +145,8 @@ class Trainer:
         tokens = jnp.maximum(jnp.sum(batch.sampled), 1)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
-            "update_norm": optax.global_norm(updates),
+            "grad_norm": optax.tree.norm(grads),
+            "update_norm": optax.tree.norm(updates),
             "tokens": tokens,
             "policy/clipped_share": sums["clipped"] / tokens,
             "is/clipped_share": sums["is_clipped"] / tokens,

@@ -108,6 +108,19 @@ class Sampler:
     def _guided_layers(self) -> tuple[int, ...]:
         return self.record.layers if self.record else ()
 
+    def _empty_cache(self, sequences: int, length: int) -> KVCache:
+        c = self.model
+        kv_format = self.plan.fp4 if self.plan is not None and self.plan.kv else None
+        return init_cache(
+            sequences,
+            length,
+            c.num_kv_heads,
+            c.head_dim,
+            kv_format,
+            layers=c.num_layers,
+            dtype=jnp.dtype(c.dtype),
+        )
+
     def _kept(self, out, tokens, positions, fed) -> tuple[PackedRows, PackedRows | None]:
         """What leaves the device: each row's routes, hash and record, and the audited rows' full codes."""
         routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(self._route_dtype).max)
@@ -118,14 +131,11 @@ class Sampler:
     @functools.partial(jax.jit, static_argnums=0)
     def _prefill(self, params, tokens, lengths):
         """Prompts `[P, prompt_length]` -> decode state of all `P * group_size` sequences, and what was kept."""
-        c, r = self.model, self.rollout
+        r = self.rollout
         model = nnx.merge(self.graphdef, params)
         positions = jnp.broadcast_to(jnp.arange(r.prompt_length, dtype=jnp.int32), tokens.shape)
         fed = positions < lengths[:, None]
-        kv_format = self.plan.fp4 if self.plan is not None and self.plan.kv else None
-        cache = init_cache(
-            tokens.shape[0], self.length, c.num_kv_heads, c.head_dim, kv_format, layers=c.num_layers
-        )
+        cache = self._empty_cache(tokens.shape[0], self.length)
         prompts_of_audit = tuple(row // r.group_size for row in r.audit_rows)
         out = model(
             tokens,
@@ -196,10 +206,8 @@ class Sampler:
             fed: bool `[N, S]`, False for padding.
             routes: int32 `[L, N, S, k]` experts to replay, negative where a token chooses for itself.
         """
-        c = self.model
         model = nnx.merge(self.graphdef, params)
-        kv_format = self.plan.fp4 if self.plan is not None and self.plan.kv else None
-        cache = init_cache(*tokens.shape, c.num_kv_heads, c.head_dim, kv_format, layers=c.num_layers)
+        cache = self._empty_cache(*tokens.shape)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         numerics = Bf16Numerics() if self.plan is None else PackedNumerics(plan=self.plan)
         out = model(tokens, positions, fed, numerics=numerics, cache=cache, routes=routes)
