@@ -22,6 +22,7 @@ from trace_jax.config import from_mapping
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import MeshConfig
 from trace_jax.rl import OptimizerConfig, RLConfig
+from trace_jax.rl.evaluation import precision_plan
 from trace_jax.rl.run import (
     RunConfig,
     add_score,
@@ -39,9 +40,9 @@ from trace_jax.tasks import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """`seeds` runs of each method; `scored` responses of every final policy at each of `precisions`.
+    """`seeds` runs of each method; every final policy is scored at each of `precisions`.
 
-    Held-out problems are scored at the first two precisions.
+    `scored` responses on the problems of training, and one to each held-out problem.
     """
 
     name: str
@@ -68,14 +69,19 @@ class CompareConfig:
 
 def scores_of(params, config: RunConfig, compare: "CompareConfig") -> dict[str, float]:
     """Sampled scores on the problems of training, as the reward sees them, and greedy ones on held-out problems."""
-    sampled = {
-        p: score_policy(
-            params, config, p, split="train", count=compare.scored, temperature=config.rl.temperature
+    scores = {}
+    for precision in compare.precisions:
+        sampled = score_policy(
+            params,
+            config,
+            precision,
+            split="train",
+            count=compare.scored,
+            temperature=config.rl.temperature,
         )
-        for p in compare.precisions
-    }
-    held_out = {f"held_out_{p}": score_policy(params, config, p) for p in compare.precisions[:2]}
-    return {name: float(scores.mean()) for name, scores in (sampled | held_out).items()}
+        scores[f"train_{precision}"] = float(sampled.mean())
+        scores[f"held_out_{precision}"] = float(score_policy(params, config, precision).mean())
+    return scores
 
 
 def run_method(config: CompareConfig, method: str, folder: Path) -> list[Run]:
@@ -110,7 +116,9 @@ def main(config: DictConfig) -> None:
     folder = Path(compare.root) / compare.name
     enable_compilation_cache(compare.root)
     for method in compare.methods:
-        method_config(method)  # a misspelt method fails before anything is trained
+        method_config(method)  # a misspelt name fails before anything is trained
+    for precision in compare.precisions:
+        precision_plan(precision)
     warm = WarmStartConfig(
         name="warmstart",
         root=str(folder),

@@ -51,7 +51,7 @@ def main(config: DictConfig) -> None:
         "problems": len(scores),
     }
     if evaluate.checkpoint is None and not evaluate.problems and not evaluate.temperature:
-        add_score(Path(evaluate.run), evaluate.precision, float(scores.mean()))
+        add_score(Path(evaluate.run), f"held_out_{evaluate.precision}", float(scores.mean()))
     print(json.dumps(result))
 
 

@@ -303,4 +303,4 @@ for fmt in (NVFP4, MXFP4):
         spec = dataclasses.replace(
             methods["trace_all_layers"], format=fmt.name, compact_scales=compact
         ).record_spec(model)
-        print(f"{fmt.name}{' compact' if compact else '':<8} {spec.bits_per_value()} bits a value")
+        print(f"{fmt.name}{' compact' if compact else '':<8} {spec.bits_per_value(2048)} bits a value")

@@ -203,10 +203,11 @@ def markdown_table(summaries: dict[str, dict[str, Any]]) -> str:
         "code mismatch before -> after",
         "record B/token",
         "rollout / train / sync s",
-        "score BF16",
-        "score NVFP4",
-        "score NVFP4 4/6",
-        "held out, NVFP4",
+        "trained problems BF16",
+        "NVFP4",
+        "NVFP4 4/6",
+        "held out BF16",
+        "NVFP4",
     )
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for method, s in summaries.items():
@@ -222,10 +223,8 @@ def markdown_table(summaries: dict[str, dict[str, Any]]) -> str:
             _value(s["bytes_per_token"]),
             " / ".join(f"{s['seconds'][p]:.2f}" for p in ("rollout", "train", "sync") if p in s["seconds"])
             or "-",
-            _spread(s["scores"].get("bf16")),
-            _spread(s["scores"].get("nvfp4")),
-            _spread(s["scores"].get("nvfp4_4over6")),
-            _spread(s["scores"].get("held_out_nvfp4")),
+            *(_spread(s["scores"].get(f"train_{p}")) for p in ("bf16", "nvfp4", "nvfp4_4over6")),
+            *(_spread(s["scores"].get(f"held_out_{p}")) for p in ("bf16", "nvfp4")),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

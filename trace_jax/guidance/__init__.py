@@ -2,7 +2,14 @@
 
 from trace_jax.guidance.alarm import HealthAlarm
 from trace_jax.guidance.capture import capture_site, mantissa_bits, poisoned_rows, take_rows
-from trace_jax.guidance.record import GuidanceRecord, RecordError, SiteRecord, check_record, row_hash
+from trace_jax.guidance.record import (
+    GuidanceRecord,
+    RecordError,
+    SiteRecord,
+    check_record,
+    check_routes,
+    row_hash,
+)
 from trace_jax.guidance.spec import LAYER_SETS, MODES, RECORD_VERSION, GuidanceSpec, resolve_layers
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "SiteRecord",
     "capture_site",
     "check_record",
+    "check_routes",
     "mantissa_bits",
     "poisoned_rows",
     "resolve_layers",

@@ -2,12 +2,13 @@
 
 import dataclasses
 
-# Records of the right rows overrule a percent or so of the values at the first guided layer; the low bits of foreign
-# rows agree with the trainer's own only by chance and overrule about half. The limit is FACTOR times the run's own
-# baseline, but never so low that drift of the policy would reach it, nor so high that chance would not. MIN_COUNT keeps
+# Records of the right rows overrule few values at the first guided layer, foreign ones about CHANCE: their low bits
+# agree with the trainer's own only by chance. The limit is FACTOR times the run's own baseline; not below FLOOR, which
+# drift of the policy stays under; not above the middle between baseline and chance, for where unguided layers come
+# first, right records overrule many values too. FIRST is the limit of the step that sets the baseline. MIN_COUNT keeps
 # a handful of flips in a small batch from counting as a rise.
 FACTOR = 8.0
-FLOOR, CEILING = 0.05, 0.3
+FLOOR, FIRST, CHANCE = 0.05, 0.42, 0.5
 MIN_COUNT = 50
 
 
@@ -24,7 +25,8 @@ class HealthAlarm:
     def limit(self, site: str) -> float:
         """Largest share of overruled values that counts as healthy."""
         overruled, total = self.baseline[site]
-        return min(max(FACTOR * overruled / total, FLOOR), CEILING)
+        share = overruled / total
+        return min(max(FACTOR * share, FLOOR), (share + CHANCE) / 2)
 
     def observe(self, counts: dict[str, tuple[int, int]]) -> list[str]:
         """Checks one step's (overruled, total) per site at the first guided layer; the first step sets the baseline.
@@ -37,7 +39,7 @@ class HealthAlarm:
             if total == 0:
                 continue
             # The first step has no baseline of its own yet: only chance level is unhealthy there.
-            limit = self.limit(site) if site in self.baseline else CEILING
+            limit = self.limit(site) if site in self.baseline else FIRST
             self.baseline.setdefault(site, (int(overruled), int(total)))
             if overruled >= MIN_COUNT and overruled > limit * total:
                 messages.append(self._message(site, overruled, total, limit))

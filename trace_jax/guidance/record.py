@@ -129,6 +129,34 @@ def check_record(
         _check_site(name, record.sites[name], spec, row_shapes[name], tokens.shape)
 
 
+def check_routes(routes: np.ndarray, *, num_layers: int, num_experts: int, k: int, fed: np.ndarray) -> None:
+    """Refuses recorded routes that no router of this model can have chosen.
+
+    Args:
+        routes: unsigned `[L, B, S, k]`.
+        num_layers, num_experts, k: of the model.
+        fed: bool `[B, S]`; exactly these rows have routes, the others the dtype's largest value.
+
+    Raises:
+        RecordError: names what differs.
+    """
+    shape = (num_layers, *fed.shape, k)
+    if routes.shape != shape or routes.dtype.kind != "u":
+        raise RecordError(
+            f"routes are {routes.dtype}{list(routes.shape)}, expected unsigned integers {list(shape)}."
+        )
+    missing = routes == np.iinfo(routes.dtype).max
+    if not np.array_equal(missing, np.broadcast_to(~fed[None, :, :, None], shape)):
+        raise RecordError(
+            "routes are there for rows that were not fed, or missing for rows that were; they are shifted."
+        )
+    known = routes[:, fed]
+    if known.size and known.max() >= num_experts:
+        raise RecordError(f"routes name expert {known.max()}, the model has {num_experts} experts.")
+    if k > 1 and (np.diff(np.sort(known, axis=-1), axis=-1) == 0).any():
+        raise RecordError("routes name one expert twice for a token; a router chooses distinct experts.")
+
+
 def _check_site(
     name: str, site: SiteRecord, spec: GuidanceSpec, row_shape: tuple[int, ...], batch_shape
 ) -> None:

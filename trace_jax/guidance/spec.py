@@ -27,7 +27,7 @@ def resolve_layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, .
         if layers == "first_half":
             return tuple(range(num_layers // 2))
         if layers not in shares:
-            raise ValueError(
+            raise ConfigError(
                 f"guidance layers {layers!r}; expected one of {LAYER_SETS} or a list of indices."
             )
         count = max(shares[layers], 1)
@@ -57,14 +57,17 @@ class GuidanceSpec:
     def __post_init__(self):
         get_format(self.format)
         if self.mode not in MODES:
-            raise ValueError(f"guidance mode is {self.mode!r}; expected one of {MODES}.")
+            raise ConfigError(f"guidance mode is {self.mode!r}; expected one of {MODES}.")
         if not self.layers or not self.sites:
-            raise ValueError(
+            raise ConfigError(
                 f"guidance has layers {self.layers} and sites {self.sites}; expected at least one each."
             )
 
-    def bits_per_value(self) -> float:
-        """Recorded bits per value, without the one byte a row."""
-        fmt = get_format(self.format)
-        code = {"scale": 0, "mantissa": 1, "full": 4}[self.mode]
-        return code + (2 if self.compact_scales else 8) / fmt.block
+    def bits_per_value(self, width: int) -> float:
+        """Recorded bits per value of rows of `width` values, without the one byte a row.
+
+        Compact scales come four to a byte, so a row whose number of blocks is no multiple of four pays for padding.
+        """
+        blocks = width // get_format(self.format).block
+        scale_bits = 8 * -(-blocks // 4) if self.compact_scales else 8 * blocks
+        return {"scale": 0, "mantissa": 1, "full": 4}[self.mode] + scale_bits / width

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.arrays import Fp4Array, Fp4Codes
-from kernels_pallas.guided_round import Guide, guided_round
+from kernels_pallas.guided_round import Guide, guided_round, usable_rows
 from kernels_pallas.quantize import dequantize, quantize, quantize_codes
 from trace_jax.guidance import GuidanceSpec, SiteRecord, capture_site, take_rows
 from trace_jax.quant.fake_quant import cast_weight, straight_through
@@ -97,7 +97,11 @@ class SiteAudit:
 
 def audit_site(used: Fp4Codes, x: jax.Array, guide: Guide | None, plan: QuantPlan) -> SiteAudit:
     """Audit of rows `x` `[A, T, ..., K]` that were rounded to `used`."""
-    guided = jnp.zeros(used.row_exponent.shape, bool) if guide is None else guide.valid[: x.shape[0]]
+    guided = (
+        jnp.zeros(used.row_exponent.shape, bool)
+        if guide is None
+        else usable_rows(guide, plan.fp4)[: x.shape[0]]
+    )
     beyond = (used.codes & 7 == 7) & (jnp.abs(x) > jnp.abs(dequantize(used, x.dtype)))
     return SiteAudit(
         own=quantize(x, plan.fp4),
@@ -156,7 +160,12 @@ class FakeQuantNumerics:
             used, nearest = quantize_codes(frozen, self.plan.fp4), None
         else:
             used = guided_round(frozen, guide, self.plan.fp4)
-            nearest = guided_round(frozen, dataclasses.replace(guide, mode="scale"), self.plan.fp4)
+            # What the record overrules: rounding to nearest under its scales; without a bit, the scales themselves.
+            nearest = (
+                quantize_codes(frozen, self.plan.fp4)
+                if guide.mode == "scale"
+                else guided_round(frozen, dataclasses.replace(guide, mode="scale"), self.plan.fp4)
+            )
         operand = straight_through(x, dequantize(used, x.dtype))
         return operand, (used, nearest, frozen, guide)
 
@@ -179,22 +188,21 @@ class FakeQuantNumerics:
                 continue
             used, nearest, x, guide = captured[site]
             if guide is not None:
-                counts[site] = _count(used, nearest, guide, valid)
+                counts[site] = _count(used, nearest, usable_rows(guide, self.plan.fp4), valid)
             if self.audit_rows:
                 head = jax.tree.map(lambda leaf: leaf[: self.audit_rows], used)
                 audit[site] = audit_site(head, x[: self.audit_rows], guide, self.plan)
         return (counts if guided else None), (audit or None)
 
 
-def _count(used: Fp4Codes, nearest: Fp4Codes, guide: Guide, valid: jax.Array) -> SiteCounts:
-    fed = valid.reshape(*valid.shape, *(1,) * (guide.valid.ndim - 2))
-    has_record = guide.valid & fed
-    differs = (used.codes != nearest.codes) & has_record[..., None]
+def _count(used: Fp4Codes, nearest: Fp4Codes, usable: jax.Array, valid: jax.Array) -> SiteCounts:
+    fed = valid.reshape(*valid.shape, *(1,) * (usable.ndim - 2))
+    guided = usable & fed
     return SiteCounts(
-        guided_rows=jnp.sum(has_record),
-        unguided_rows=jnp.sum(~guide.valid & fed),
-        values=jnp.sum(has_record) * used.codes.shape[-1],
-        overruled=jnp.sum(differs),
+        guided_rows=jnp.sum(guided),
+        unguided_rows=jnp.sum(~usable & fed),
+        values=jnp.sum(guided) * used.codes.shape[-1],
+        overruled=jnp.sum((used.codes != nearest.codes) & guided[..., None]),
     )
 
 

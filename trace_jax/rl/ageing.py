@@ -15,7 +15,7 @@ import numpy as np
 from trace_jax.data import prompt_iterator
 from trace_jax.quant import rollout_weights
 from trace_jax.rl.advantages import group_advantages
-from trace_jax.rl.batch import make_batch, replayed_routes
+from trace_jax.rl.batch import make_batch
 from trace_jax.rl.loop import Loop
 
 
@@ -67,13 +67,13 @@ def age_rollout(loop: Loop, params: Any, seed: int, ages: Sequence[int]) -> list
         weight_version=0,
         replay_routes=loop.config.replay_routes,
     )
-    guides, routes = loop.weight_guides(0), replayed_routes(batch.routes)
+    guides = loop.weight_guides(0)
     mask, normalizer = batch.sampled, np.float32(batch.sampled.sum())
     sync = jax.jit(rollout_weights, static_argnums=(1, 2))
 
     def rescored():
         weights = sync(loop.train.params, loop.plan, loop.model.dtype)
-        return np.asarray(loop.sampler.rescore(weights, batch.tokens, batch.fed, routes))
+        return loop.sampler.rescore(weights, trajectories)
 
     def mean_abs(x):
         return float(np.abs(np.where(mask, x, 0.0)).sum() / mask.sum())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.guidance import GuidanceSpec, check_record
+from trace_jax.guidance import GuidanceSpec, check_record, check_routes
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import constrain
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, VALUE
@@ -89,6 +89,13 @@ def make_batch(
         tokens=t.tokens,
         fed=t.fed,
         weight_version=np.full(t.tokens.shape, weight_version, np.int32),
+    )
+    check_routes(
+        t.record.routes,
+        num_layers=model.num_layers,
+        num_experts=model.num_experts,
+        k=model.experts_per_token,
+        fed=t.fed,
     )
     return TrainBatch(
         tokens=t.tokens,

@@ -148,8 +148,8 @@ class Loop:
             for i, part in enumerate(micro):
                 reference = None
                 if self.reference is not None:
-                    plain = part.without_guidance()
-                    reference = self.trainer.evaluate(self.reference, plain)[1].logprobs
+                    # Under the same record, so that the KL term sees the change of the policy and no rounding.
+                    reference = self.trainer.evaluate(self.reference, part, guides)[1].logprobs
                 self.train, scalars, result = self.trainer.step(
                     self.train, part, normalizer, old.get((m, i)), reference, guides
                 )
@@ -165,6 +165,9 @@ class Loop:
                     # Optimiser steps since the rollout are an axis of every measurement.
                     kept = (k for k in row if k.startswith(("mismatch/", "alignment/", "is/")))
                     metrics |= {f"age_{m}/{k}": row[k] for k in kept}
+            # With accumulation only the last microbatch of an optimiser step updates anything.
+            if m == 0:
+                metrics["update_norm"] = float(scalars["update_norm"])
         if guided:
             # Over all microbatches: every row of the rollout is accounted for exactly once.
             metrics["guidance/rows_guided"] = int(sum(guided.values()))
@@ -227,7 +230,10 @@ class Loop:
     def arrays(self) -> dict[str, Any]:
         """Everything on the device that the next step depends on."""
         older = {f"version_{v}": weights for v, weights in self.history.items() if v != self.version}
-        return {"train": self.train, "history": older}
+        return {"train": self.train, "history": older} | self._reference_part()
+
+    def _reference_part(self) -> dict[str, Any]:
+        return {} if self.reference is None else {"reference": self.reference}
 
     def values(self) -> dict[str, Any]:
         """The rest of the state, as JSON: with the seed, `step` fixes every PRNG key."""
@@ -237,7 +243,7 @@ class Loop:
         """`arrays()` of a loop after `step` steps, in shape, dtype and sharding. Call after `start`."""
         newest = self.history[self.version]
         older = {f"version_{v}": newest for v in range(max(0, step - self.config.max_version_lag), step)}
-        return {"train": self.train, "history": older}
+        return {"train": self.train, "history": older} | self._reference_part()
 
     def restore(self, arrays: dict[str, Any], values: dict[str, Any]) -> None:
         """Continues from a checkpoint.
@@ -249,7 +255,7 @@ class Loop:
             raise ValueError(f"checkpoint was written with seed {values['seed']}, this run has {self.seed}.")
         self.step, self.version = values["step"], values["version"]
         self.alarm = HealthAlarm({site: tuple(counts) for site, counts in values["alarm"].items()})
-        self.train = arrays["train"]
+        self.train, self.reference = arrays["train"], arrays.get("reference")
         self.history = {int(name.removeprefix("version_")): w for name, w in arrays["history"].items()}
         self.history[self.version] = self._sync(self.train.params, self.plan, self.model.dtype)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from trace_jax.config import ConfigError
 from trace_jax.guidance import GuidanceSpec, resolve_layers
 from trace_jax.models import ModelConfig
 from trace_jax.quant import SITES, Bf16Numerics, FakeQuantNumerics, Numerics, QuantPlan
@@ -29,16 +30,16 @@ class MethodConfig:
 
     def __post_init__(self):
         if self.rollout not in ROLLOUTS:
-            raise ValueError(f"method.rollout is {self.rollout!r}; expected one of {ROLLOUTS}.")
+            raise ConfigError(f"method.rollout is {self.rollout!r}; expected one of {ROLLOUTS}.")
         if self.trainer not in TRAINERS:
-            raise ValueError(f"method.trainer is {self.trainer!r}; expected one of {TRAINERS}.")
+            raise ConfigError(f"method.trainer is {self.trainer!r}; expected one of {TRAINERS}.")
         if self.rollout == "bf16" and self.trainer == "guided":
-            raise ValueError(
+            raise ConfigError(
                 "method.trainer 'guided' needs an FP4 rollout to record; method.rollout is 'bf16'."
             )
         for site in self.sites:
             if site not in SITES:
-                raise ValueError(f"method.sites has {site!r}; expected some of {SITES}.")
+                raise ConfigError(f"method.sites has {site!r}; expected some of {SITES}.")
         QuantPlan(format=self.format)
 
     def rollout_plan(self) -> QuantPlan | None:

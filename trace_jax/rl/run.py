@@ -22,6 +22,7 @@ from trace_jax.rl.methods import MethodConfig
 from trace_jax.rl.trainer import state_shardings
 from trace_jax.rollout import SamplingConfig, save_trajectories
 from trace_jax.runs import Checkpoints, MetricsWriter, Progress, RunFolder, read_metrics
+from trace_jax.runs.files import write_atomically
 from trace_jax.tasks import Split, TaskConfig, make_task
 
 
@@ -97,25 +98,28 @@ def train(config: RunConfig, *, loop: Loop | None = None, progress: Progress | N
 
     A resumed run repeats the steps after its last checkpoint and gives the same metrics as an uninterrupted one.
     """
+    # Everything that can refuse the config comes before the folder, which then belongs to it.
+    loop, mesh = loop or make_loop(config), make_mesh(config.mesh)
     folder = RunFolder.open(
         config.root, config.name, to_mapping(config), primary=jax.process_index() == 0, may_change=("root",)
     )
-    loop = loop or make_loop(config)
     task = loop.task
     iterator = prompt_iterator(task, config.rl.prompts, seed=config.seed)
-    mesh = make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
-        start(loop, config, mesh)
-        with Checkpoints(folder.checkpoints_path, keep=config.rl.keep_checkpoints) as checkpoints:
-            latest = checkpoints.latest_step()
-            if latest is not None:
-                restored = checkpoints.restore(loop.template(latest))
-                loop.restore(restored.state, restored.extra["loop"])
-                iterator.set_state(restored.extra["iterator"])
-            progress = progress or Progress(config.rl.steps, start=loop.step, title=config.name)
-            with progress, MetricsWriter(folder, start_step=loop.step) as writer:
-                while loop.step < config.rl.steps:
-                    _one_step(loop, iterator, config, folder, writer, checkpoints, progress)
+    with (
+        jax.set_mesh(mesh),
+        Checkpoints(folder.checkpoints_path, keep=config.rl.keep_checkpoints) as checkpoints,
+    ):
+        latest = checkpoints.latest_step()
+        # A checkpoint holds everything: what the run started from is needed no more.
+        start(loop, config if latest is None else dataclasses.replace(config, init_from=None), mesh)
+        if latest is not None:
+            restored = checkpoints.restore(loop.template(latest))
+            loop.restore(restored.state, restored.extra["loop"])
+            iterator.set_state(restored.extra["iterator"])
+        progress = progress or Progress(config.rl.steps, start=loop.step, title=config.name)
+        with progress, MetricsWriter(folder, start_step=loop.step) as writer:
+            while loop.step < config.rl.steps:
+                _one_step(loop, iterator, config, folder, writer, checkpoints, progress)
     rows = read_metrics(folder.metrics_path)
     return Run(method=label(config), seed=config.seed, rows=rows)
 
@@ -146,7 +150,7 @@ def _one_step(loop, iterator, config: RunConfig, folder: RunFolder, writer, chec
         save_trajectories(folder.path / "trajectories" / f"{step:06d}.npz", loop.trajectories)
     every = config.rl.evaluate_every
     if every and loop.step % every == 0:
-        precision = "nvfp4" if config.method.rollout == "fp4" else "bf16"
+        precision = config.method.format if config.method.rollout == "fp4" else "bf16"
         scores = score_policy(loop.train.params, config, precision, count=config.rl.evaluation_prompts)
         metrics["eval/score"] = float(scores.mean())
     writer.write(step, metrics)
@@ -200,11 +204,11 @@ def score_policy(
     return evaluator.score(params, problems, seed=config.seed)
 
 
-def add_score(folder: Path, precision: str, score: float) -> None:
+def add_score(folder: Path, name: str, score: float) -> None:
     """Keeps a final score in the run's `scores.json`."""
     path = folder / "scores.json"
     scores = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(scores | {precision: score}, indent=1) + "\n")
+    write_atomically(path, (json.dumps(scores | {name: score}, indent=1) + "\n").encode())
 
 
 def read_run(folder: str | Path) -> tuple[RunConfig, Run]:

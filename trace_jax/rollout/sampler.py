@@ -11,13 +11,14 @@ import numpy as np
 from flax import nnx
 
 from kernels_pallas.kv_cache import KVCache, init_cache
+from trace_jax.config import ConfigError
 from trace_jax.guidance import GuidanceSpec, row_hash
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import constrain
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.assembly import Assembly
 from trace_jax.rollout.rows import PackedRows, pack_rows
-from trace_jax.rollout.sampling import SamplingConfig, sample, token_logprobs
+from trace_jax.rollout.sampling import SamplingConfig, sample, scale_logits
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
 Prompt = Sequence[int] | np.ndarray
@@ -41,10 +42,10 @@ class RolloutConfig:
     def __post_init__(self):
         for name in ("num_prompts", "group_size", "prompt_length", "chunk"):
             if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}; expected at least 1.")
+                raise ConfigError(f"rollout.{name} is {getattr(self, name)}; expected at least 1.")
         slots = self.num_prompts * self.group_size
         if any(not 0 <= row < slots for row in self.audit_rows):
-            raise ValueError(f"audit_rows {self.audit_rows} lie outside the {slots} sequences of a rollout.")
+            raise ConfigError(f"audit_rows {self.audit_rows} lie outside the {slots} sequences of a rollout.")
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +64,11 @@ def _lay_out(cache: KVCache) -> KVCache:
     """Logical axes of a cache stacked over layers; row exponents lack the last one."""
     axes = ("layers", "batch", "length", "kv_heads", "head_dim")
     return jax.tree.map(lambda leaf: constrain(leaf, axes[: leaf.ndim]), cache)
+
+
+def _steps(t: Trajectories, count: int) -> np.ndarray:
+    """Decode step of each position, int `[N, S]`."""
+    return np.clip(t.positions - t.prompt_length[:, None], 0, count - 1)
 
 
 class Sampler:
@@ -194,24 +200,42 @@ class Sampler:
 
         return jax.lax.scan(step, state, length=self.rollout.chunk)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def rescore(
-        self, params: nnx.State, tokens: jax.Array, fed: jax.Array, routes: jax.Array | None = None
-    ) -> jax.Array:
-        """Log-probs float32 `[N, S]` that this rollout, with `params`, gives to tokens that are already there.
+    def rescore(self, params: nnx.State, trajectories: Trajectories) -> np.ndarray:
+        """Log-probs float32 `[N, S]` that this rollout, with `params`, gives to the tokens of `trajectories`.
 
-        Args:
-            params: rollout parameters.
-            tokens: int32 `[N, S]`.
-            fed: bool `[N, S]`, False for padding.
-            routes: int32 `[L, N, S, k]` experts to replay, negative where a token chooses for itself.
+        The same programs' shapes and arithmetic as in `generate`, one token at a time: with the weights that sampled
+        the tokens it returns their own log-probs. 0 where a token was not sampled.
         """
+        t, r = trajectories, self.rollout
+        if len(t) != self.slots:
+            raise ValueError(f"{len(t)} trajectories for a rollout of {self.slots} sequences.")
+        prompts, lengths = t.tokens[:: r.group_size, : r.prompt_length], t.prompt_length[:: r.group_size]
+        state, *_ = self._prefill(params, prompts * (np.arange(r.prompt_length) < lengths[:, None]), lengths)
+        logprobs = np.asarray(self._force(params, state, t.tokens, t.length))
+        return np.where(t.sampled, np.take_along_axis(logprobs, _steps(t, logprobs.shape[1]), axis=1), 0.0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _force(self, params, state: DecodeState, tokens, lengths):
+        """Decodes given tokens; log-probs `[N, steps]` of the token of each step."""
         model = nnx.merge(self.graphdef, params)
-        cache = self._empty_cache(*tokens.shape)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        numerics = Bf16Numerics() if self.plan is None else PackedNumerics(plan=self.plan)
-        out = model(tokens, positions, fed, numerics=numerics, cache=cache, routes=routes)
-        return token_logprobs(model.logits(out.hidden), tokens, self.sampling.temperature)[0]
+        numerics = self._numerics(())
+
+        def step(state: DecodeState, _):
+            column = jnp.take_along_axis(tokens, state.position[:, None], axis=1, mode="clip")
+            logprobs = jax.nn.log_softmax(scale_logits(state.logits, self.sampling.temperature), axis=-1)
+            chosen = jnp.take_along_axis(logprobs, column, axis=1)[:, 0]
+            fed = (state.position < lengths - 1)[:, None]
+            position = state.position[:, None]
+            out = model(
+                column, position, fed, numerics=numerics, cache=state.cache, guided_layers=self._guided_layers
+            )
+            logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
+            state = dataclasses.replace(
+                state, cache=_lay_out(out.cache), logits=logits, position=state.position + fed[:, 0]
+            )
+            return state, chosen
+
+        return jax.lax.scan(step, state, length=self.sampling.max_new_tokens)[1].T
 
     def generate(
         self, params: nnx.State, prompts: Sequence[Prompt], keys: jax.Array, *, weight_version: int

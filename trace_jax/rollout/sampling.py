@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from trace_jax.config import ConfigError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -22,18 +24,18 @@ class SamplingConfig:
 
     def __post_init__(self):
         if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or more.")
+            raise ConfigError(f"temperature is {self.temperature}; expected 0 (greedy) or more.")
         if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; expected 0 (off) or more.")
+            raise ConfigError(f"top_k is {self.top_k}; expected 0 (off) or more.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; expected a share in (0, 1].")
+            raise ConfigError(f"top_p is {self.top_p}; expected a share in (0, 1].")
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1.")
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1.")
 
     def check_for_training(self) -> None:
         """Raises ValueError for settings whose log-probs the trainer cannot reproduce."""
         if self.temperature == 0 or self.top_k or self.top_p < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"training needs the full distribution: temperature {self.temperature}, top_k {self.top_k}, top_p "
                 f"{self.top_p}. Use temperature > 0, top_k=0, top_p=1; truncated sampling is for evaluation."
             )

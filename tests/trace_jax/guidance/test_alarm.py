@@ -8,7 +8,7 @@ import pytest
 
 from tests.trace_jax import small
 from trace_jax.guidance import HealthAlarm
-from trace_jax.guidance.alarm import CEILING, FLOOR, MIN_COUNT
+from trace_jax.guidance.alarm import CHANCE, FLOOR, MIN_COUNT
 
 NAME = "trace_all_sites"
 
@@ -80,7 +80,8 @@ def test_padding_of_a_shifted_record_is_unguided_not_an_error(baseline):
 
 def test_limits():
     alarm = HealthAlarm({"low": (1, 10_000), "middle": (200, 10_000), "high": (900, 10_000)})
-    assert alarm.limit("low") == FLOOR and alarm.limit("middle") == 0.16 and alarm.limit("high") == CEILING
+    assert alarm.limit("low") == FLOOR and alarm.limit("middle") == 0.16
+    assert alarm.limit("high") == (0.09 + CHANCE) / 2
     assert alarm.observe({"middle": (1600, 10_000)}) == []
     (message,) = alarm.observe({"middle": (1601, 10_000)})
     assert "guidance alarm at 'middle': the record overrules 16.0%" in message and "limit 16.0%" in message

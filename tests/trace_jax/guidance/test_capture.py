@@ -66,7 +66,7 @@ def test_record_size_measured_from_the_arrays(format, compact, bits):
     spec = GuidanceSpec(format=format, layers=(0,), compact_scales=compact)
     x, q = codes(format)
     budget = site_budget(capture("key", q, jnp.ones(x.shape[:2], bool), spec), WIDTH)
-    assert budget.bits_per_value == bits == spec.bits_per_value()
+    assert budget.bits_per_value == bits == spec.bits_per_value(WIDTH)
     assert budget.row_bytes == 1
     assert budget.rows == 2 * 5 * 3 and budget.values == x.size
     assert budget.total_bytes == x.size * bits / 8 + budget.rows
@@ -76,7 +76,7 @@ def test_record_size_measured_from_the_arrays(format, compact, bits):
 def test_spec_states_the_measured_size(spec):
     x, q = codes(spec.format)
     record = capture("key", q, jnp.ones(x.shape[:2], bool), spec)
-    assert site_budget(record, WIDTH).bits_per_value == spec.bits_per_value()
+    assert site_budget(record, WIDTH).bits_per_value == spec.bits_per_value(WIDTH)
     assert (record.mantissa is None) == (spec.mode != "mantissa")
     assert (record.words is None) == (spec.mode != "full")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trace_jax import small
-from trace_jax.guidance import RecordError, check_record, row_hash
+from trace_jax.guidance import RecordError, check_record, check_routes, row_hash
 from trace_jax.rl import row_shapes
 
 NAME = "trace_all_sites"
@@ -196,3 +196,24 @@ def test_row_hash_is_the_same_on_host_and_device(tokens, start):
 def test_row_hash_has_no_collisions_among_the_rows_of_a_batch():
     tokens, positions = np.meshgrid(np.arange(512, dtype=np.int32), np.arange(512, dtype=np.int32))
     assert len(np.unique(row_hash(tokens, positions))) > 512 * 512 - 40  # birthday bound: about 8
+
+
+def test_routes_that_no_router_chose_are_refused():
+    fed = np.array([[True, True, False]])
+    good = np.array([[[[0, 1], [2, 3], [255, 255]]]], np.uint8)
+
+    def check(routes, experts=4):
+        check_routes(routes, num_layers=1, num_experts=experts, k=2, fed=fed)
+
+    check(good)
+    wrong = {
+        r"uint8\[1, 1, 2, 2\], expected unsigned integers \[1, 1, 3, 2\]": good[:, :, :2],
+        r"int32": good.astype(np.int32),
+        r"shifted": np.roll(good, 1, axis=2),
+        r"one expert twice": np.where(good == 1, 0, good).astype(np.uint8),
+    }
+    for message, routes in wrong.items():
+        with pytest.raises(RecordError, match=message):
+            check(routes)
+    with pytest.raises(RecordError, match="name expert 3, the model has 3 experts"):
+        check(good, experts=3)
