@@ -35,7 +35,7 @@ def train_step(subject: Subject) -> Callable[[], None]:
     normalizer = np.float32(batch.sampled.sum())
 
     def step():
-        loop.train, *report = loop.trainer.step(loop.train, batch, normalizer)
+        loop.train, *report = loop.trainer.step(loop.train, batch.to_device(), normalizer)
         jax.block_until_ready((loop.train, report))
 
     return step

@@ -10,6 +10,7 @@ from trace_jax.guidance.record import (
     check_routes,
     row_hash,
 )
+from trace_jax.guidance.rows import LayerRows, PackedRows, is_backed, pack_layer, pack_rows, unpack_rows
 from trace_jax.guidance.spec import LAYER_SETS, MODES, RECORD_VERSION, GuidanceSpec, resolve_layers
 
 __all__ = [
@@ -19,14 +20,20 @@ __all__ = [
     "GuidanceRecord",
     "GuidanceSpec",
     "HealthAlarm",
+    "LayerRows",
+    "PackedRows",
     "RecordError",
     "SiteRecord",
     "capture_site",
     "check_record",
     "check_routes",
+    "is_backed",
     "mantissa_bits",
+    "pack_layer",
+    "pack_rows",
     "poisoned_rows",
     "resolve_layers",
     "row_hash",
     "take_rows",
+    "unpack_rows",
 ]

@@ -14,7 +14,7 @@ from jax import lax
 from kernels_pallas.arrays import Fp4Array, Fp4Codes
 from kernels_pallas.guided_round import Guide, guided_round, usable_rows
 from kernels_pallas.quantize import dequantize, quantize, quantize_codes
-from trace_jax.guidance import GuidanceSpec, SiteRecord, capture_site, take_rows
+from trace_jax.guidance import GuidanceSpec, SiteRecord, capture_site, pack_layer, take_rows
 from trace_jax.quant.fake_quant import cast_weight, straight_through
 from trace_jax.quant.plan import SITES, QuantPlan
 from trace_jax.quant.weights import guided_weight_codes, quantize_weight_codes
@@ -63,7 +63,7 @@ class PackedNumerics:
         codes = {site: captured[site] for site in SITES if isinstance(captured.get(site), Fp4Array)}
         record = None
         if guided and self.record is not None:
-            record = {s: capture_site(s, codes[s], valid, self.record) for s in self.record.sites}
+            record = pack_layer({s: capture_site(s, codes[s], valid, self.record) for s in self.record.sites})
         audit = (
             {site: take_rows(q, self.audit_rows) for site, q in codes.items()} if self.audit_rows else None
         )

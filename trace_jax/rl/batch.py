@@ -1,26 +1,33 @@
 """The trainer's view of a rollout."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.guidance import GuidanceSpec, check_record, check_routes
+from trace_jax.guidance import GuidanceSpec, check_record, check_routes, is_backed, unpack_rows
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import constrain
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, VALUE
 from trace_jax.rollout import Trajectories
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("tokens", "fed", "sampled", "rollout_logprobs", "advantages", "routes", "sites"),
+    meta_fields=(),
+    drop_fields=("packed",),
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """B sequences of S tokens.
 
     `fed` bool `[B, S]` marks the rows that the rollout fed, and the trainer feeds exactly those; `sampled` the tokens
-    in the loss. `routes` `[L, B, S, k]` or None without replay; `sites` the records by site, empty without guidance.
+    in the loss. `routes` `[L, B, S, k]` or None without replay; `sites` the records by site, empty without guidance;
+    `packed` the bytes that both are views of, or None (see `to_device`).
     """
 
     tokens: Any
@@ -30,6 +37,7 @@ class TrainBatch:
     advantages: Any
     routes: Any
     sites: Any
+    packed: Any = None
 
     def rows(self, part: slice) -> "TrainBatch":
         """Sequences `part`."""
@@ -38,10 +46,25 @@ class TrainBatch:
             **{name: getattr(self, name)[part] for name in by_sequence},
             routes=None if self.routes is None else self.routes[:, part],
             sites=jax.tree.map(lambda leaf: leaf[:, part], self.sites),
+            packed=jax.tree.map(lambda leaf: leaf[part], self.packed),
         )
 
     def without_guidance(self) -> "TrainBatch":
-        return dataclasses.replace(self, sites={})
+        return dataclasses.replace(self, sites={}, packed=None)
+
+    def to_device(self) -> "TrainBatch":
+        """The batch with its record on the device, moved there as one array: views would be copied leaf by leaf."""
+        if self.packed is None:
+            return self
+        routes, sites = _unpacked(self.packed)
+        return dataclasses.replace(
+            self, routes=None if self.routes is None else routes, sites=sites, packed=None
+        )
+
+
+@jax.jit
+def _unpacked(packed):
+    return unpack_rows(packed.data, packed)[0]
 
 
 def row_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -105,7 +128,16 @@ def make_batch(
         advantages=advantages,
         routes=t.record.routes if replay_routes else None,
         sites=t.record.sites,
+        packed=t.packed if spec is not None and _is_view(t) else None,
     )
+
+
+def _is_view(t: Trajectories) -> bool:
+    """Whether the record's arrays are still views of the packed rows: an exchanged array counts, not those bytes."""
+    if t.packed is None:
+        return False
+    routes, sites = unpack_rows(t.packed.data, t.packed)[0]
+    return is_backed((t.record.routes, t.record.sites), (routes, sites))
 
 
 def replayed_routes(routes: jax.Array | None) -> jax.Array | None:

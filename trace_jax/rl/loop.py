@@ -151,7 +151,7 @@ class Loop:
                     # Under the same record, so that the KL term sees the change of the policy and no rounding.
                     reference = self.trainer.evaluate(self.reference, part, guides)[1].logprobs
                 self.train, scalars, result = self.trainer.step(
-                    self.train, part, normalizer, old.get((m, i)), reference, guides
+                    self.train, part.to_device(), normalizer, old.get((m, i)), reference, guides
                 )
                 for site, c in (result.counts or {}).items():
                     guided[site] = guided.get(site, 0) + c.guided_rows.sum()

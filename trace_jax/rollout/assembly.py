@@ -1,17 +1,20 @@
 """Puts rows that leave the device in chunks back into sequences, on the host."""
 
+import dataclasses
+import functools
+
 import jax
 import numpy as np
 
-from trace_jax.guidance import GuidanceRecord
-from trace_jax.rollout.rows import PackedRows, unpack_rows
+from trace_jax.guidance import GuidanceRecord, PackedRows, unpack_rows
 from trace_jax.rollout.trajectories import Trajectories
 
 
 class Assembly:
     """Collects the prefill's and the decode chunks' rows of one wave.
 
-    A chunk is held until the next one has been dispatched (`flush`), so its copy to the host overlaps with compute.
+    Rows are held until the next device call has been dispatched (`flush`): their way to the host and into place
+    overlaps with compute.
     """
 
     def __init__(self, prompts, lengths, group_size: int, length: int, weight_version: int, audit_rows):
@@ -26,6 +29,18 @@ class Assembly:
         self.pending = None
 
     def add_prefill(self, rows: PackedRows, audit: PackedRows | None) -> None:
+        self.pending = functools.partial(self._write_prefill, rows, audit)
+
+    def add_chunk(self, kept) -> None:
+        self.pending = functools.partial(self._write_chunk, kept)
+
+    def flush(self) -> None:
+        """Puts the pending rows into place."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
+
+    def _write_prefill(self, rows: PackedRows, audit: PackedRows | None) -> None:
         """Allocates the record and fills the prompt rows, shared by the samples of a group."""
         rows, audit = jax.tree.map(np.asarray, (rows, audit))
         self.layout, self.audit_layout = rows, audit
@@ -33,20 +48,15 @@ class Assembly:
         self.fed[:, :bucket] = np.arange(bucket) < self.prompt_length[:, None]
         # The first leaf is the routes, whose largest value marks a row that was never fed; all else is 0 there.
         self.rows = np.zeros((*self.shape, rows.data.shape[-1]), np.uint8)
-        self.rows[..., rows.offset(0)] = 0xFF
+        self.rows[..., rows.fields[0].bytes] = 0xFF
         self.rows[:, :bucket] = np.repeat(rows.data, self.group_size, axis=0)
         if audit is not None:
             self.audited = np.zeros((len(self.audit_rows), self.shape[1], audit.data.shape[-1]), np.uint8)
             self.audited[:, :bucket] = audit.data
 
-    def add_chunk(self, kept) -> None:
-        self.pending = kept
-
-    def flush(self) -> None:
-        """Writes the pending chunk's rows to their (sequence, position)."""
-        if self.pending is None:
-            return
-        kept, self.pending = jax.tree.map(np.asarray, self.pending), None
+    def _write_chunk(self, kept) -> None:
+        """Writes a chunk's rows to their (sequence, position)."""
+        kept = jax.tree.map(np.asarray, kept)
         position = kept["position"]
         step, row = np.nonzero(kept["sampled"])
         self.tokens[row, position[step, row]] = kept["token"][step, row]
@@ -54,7 +64,9 @@ class Assembly:
         self.count += kept["sampled"].sum(axis=0)
         step, row = np.nonzero(kept["fed"])
         self.fed[row, position[step, row]] = True
-        self.rows[row, position[step, row]] = kept["rows"].data[step, row, 0]
+        for at, fed, rows in zip(position, kept["fed"], kept["rows"].data[:, :, 0], strict=True):
+            row = np.flatnonzero(fed)
+            self.rows[row, at[row]] = rows if row.size == len(rows) else rows[row]  # no copy in between
         if kept["audit"] is not None:
             fed = kept["fed"][:, self.audit_rows]
             step, index = np.nonzero(fed)
@@ -65,7 +77,8 @@ class Assembly:
         """The first `sequences` slots; slots without a prompt are dropped."""
         self.flush()
         keep = slice(0, sequences)
-        (routes, sites), row_hash = unpack_rows(self.rows[keep], self.layout)
+        packed = dataclasses.replace(self.layout, data=self.rows[keep])
+        (routes, sites), row_hash = unpack_rows(packed.data, packed)
         audit, audit_rows = None, ()
         if self.audit_layout is not None:
             audit_rows = tuple(row for row in self.audit_rows if row < sequences)
@@ -83,4 +96,5 @@ class Assembly:
             ),
             audit=audit,
             audit_rows=audit_rows,
+            packed=packed,
         )

@@ -12,12 +12,11 @@ from flax import nnx
 
 from kernels_pallas.kv_cache import KVCache, init_cache
 from trace_jax.config import ConfigError
-from trace_jax.guidance import GuidanceSpec, row_hash
+from trace_jax.guidance import GuidanceSpec, PackedRows, pack_rows, row_hash
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import constrain
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.assembly import Assembly
-from trace_jax.rollout.rows import PackedRows, pack_rows
 from trace_jax.rollout.sampling import SamplingConfig, sample, scale_logits
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
@@ -287,7 +286,7 @@ class Sampler:
             state, kept = self._decode(params, state, keys)
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
             finished = jnp.all(state.done)
-            assembly.flush()  # the previous chunk's rows, while the device works on this one
+            assembly.flush()  # the previous rows, while the device works on these
             assembly.add_chunk(kept)
             if finished:  # waits for the chunk, not for the copy of its record
                 break

@@ -1,16 +1,22 @@
 """Trajectories: what a rollout hands to rewards and to the trainer."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
 from kernels_pallas.arrays import Fp4Array
-from trace_jax.guidance import GuidanceRecord
+from trace_jax.guidance import GuidanceRecord, PackedRows
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("tokens", "prompt_length", "length", "logprobs", "record", "audit"),
+    meta_fields=("audit_rows",),
+    drop_fields=("packed",),
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectories:
     """N sequences of at most S tokens, on the host. Prompt and response are contiguous, padding is at the end.
@@ -22,6 +28,8 @@ class Trajectories:
           last sampled token never is.
         * `record` holds routes, row hashes and weight versions always, and sites when the method is guided.
         * `audit`: full codes of the sequences `audit_rows` by site, `[L, A, S, ...]`, or None.
+        * `packed`: the bytes that the record's arrays are views of, `((routes, sites), row_hash)`; None where they are
+          arrays of their own, as after any tree transformation.
     """
 
     tokens: Any
@@ -31,6 +39,7 @@ class Trajectories:
     record: GuidanceRecord
     audit: dict[str, Fp4Array] | None
     audit_rows: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    packed: PackedRows | None = None
 
     @property
     def positions(self) -> np.ndarray:
