@@ -73,12 +73,31 @@ class PackedNumerics:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SiteCounts:
-    """How one layer's site was rounded: rows with and without a record, values whose own rounding was overruled."""
+    """How one layer's site was rounded: rows with and without a record, values whose own rounding was overruled.
 
-    guided_rows: Any
-    unguided_rows: Any
-    values: Any
-    overruled: Any
+    `totals` int32 `[..., 3]` holds guided rows, unguided rows and overruled values in one array (a layer scan writes
+    every output with a kernel of its own); `width` is the number of values in a row.
+    """
+
+    totals: Any
+    width: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def guided_rows(self) -> jax.Array:
+        return self.totals[..., 0]
+
+    @property
+    def unguided_rows(self) -> jax.Array:
+        return self.totals[..., 1]
+
+    @property
+    def overruled(self) -> jax.Array:
+        return self.totals[..., 2]
+
+    @property
+    def values(self) -> jax.Array:
+        """Values in guided rows."""
+        return self.guided_rows * self.width
 
 
 @jax.tree_util.register_dataclass
@@ -198,12 +217,9 @@ class FakeQuantNumerics:
 def _count(used: Fp4Codes, nearest: Fp4Codes, usable: jax.Array, valid: jax.Array) -> SiteCounts:
     fed = valid.reshape(*valid.shape, *(1,) * (usable.ndim - 2))
     guided = usable & fed
-    return SiteCounts(
-        guided_rows=jnp.sum(guided),
-        unguided_rows=jnp.sum(~usable & fed),
-        values=jnp.sum(guided) * used.codes.shape[-1],
-        overruled=jnp.sum((used.codes != nearest.codes) & guided[..., None]),
-    )
+    differs = jnp.sum(used.codes != nearest.codes, axis=-1, dtype=jnp.int32)
+    rows = jnp.stack([guided, ~usable & fed, jnp.where(guided, differs, 0)])
+    return SiteCounts(totals=jnp.sum(rows.reshape(3, -1), axis=1), width=used.codes.shape[-1])
 
 
 def guides_of(records: dict[str, SiteRecord] | None) -> Guides:
