@@ -22,11 +22,9 @@ def main(config: DictConfig) -> None:
     bench = from_mapping(BenchConfig, config)
     enable_compilation_cache(bench.out)
     baseline = Subject(bench, bench.baseline)
-    results = {}
-    for method in bench.methods:
-        subject = Subject(bench, method)
-        target = bench.target(method, "rollout")
-        results[method] = time_pairs(subject.rollout, baseline.rollout, pairs=bench.pairs, target=target)
+    rollouts = {method: Subject(bench, method).rollout for method in bench.methods}
+    targets = {method: bench.target(method, "rollout") for method in bench.methods}
+    results = time_pairs(rollouts, baseline.rollout, pairs=bench.pairs, targets=targets)
     text = write_benchmark(
         "bench_rollout", results, bench, baseline=bench.baseline, what="rollout", sizes=baseline.sizes()
     )

@@ -48,11 +48,9 @@ def main(config: DictConfig) -> None:
     enable_compilation_cache(bench.out)
     subject = Subject(bench, bench.baseline)
     sizes, baseline = subject.sizes(), train_step(subject)
-    results = {}
-    for method in bench.methods:
-        step = train_step(Subject(bench, method))
-        target = bench.target(method, "train")
-        results[method] = time_pairs(step, baseline, pairs=bench.pairs, target=target)
+    steps = {method: train_step(Subject(bench, method)) for method in bench.methods}
+    targets = {method: bench.target(method, "train") for method in bench.methods}
+    results = time_pairs(steps, baseline, pairs=bench.pairs, targets=targets)
     text = write_benchmark(
         "bench_train", results, bench, baseline=bench.baseline, what="train step", sizes=sizes
     )

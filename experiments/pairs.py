@@ -50,22 +50,26 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def time_pairs(
-    candidate: Callable[[], Any],
+    candidates: Mapping[str, Callable[[], Any]],
     baseline: Callable[[], Any],
     *,
     pairs: int,
-    warmup: int = 2,
-    target: float | None = None,
-) -> PairedRatio:
-    """Times two blocking calls in interleaved pairs, AB BA AB ..., so that drift falls on both alike."""
-    for _ in range(warmup):
-        candidate()
-        baseline()
-    times = np.zeros((pairs, 2))
-    for i in range(pairs):
-        for column in (0, 1) if i % 2 == 0 else (1, 0):
-            times[i, column] = seconds((candidate, baseline)[column])
-    return paired_ratio(times[:, 0], times[:, 1], target=target)
+    targets: Mapping[str, float | None],
+    warmup: int = 5,
+) -> dict[str, PairedRatio]:
+    """Times every candidate beside the baseline in interleaved pairs: AB, the next candidate, ..., then BA in turn.
+
+    All are warmed up together and measured in the same rounds. One candidate after the other would compare programs of
+    different ages: on a GPU a program's first dozens of runs are slower (allocations and CUDA graphs settle).
+    """
+    times = {name: np.zeros((pairs, 2)) for name in candidates}
+    for i in range(-warmup, pairs):
+        for name, candidate in candidates.items():
+            for column in (0, 1) if i % 2 == 0 else (1, 0):
+                elapsed = seconds((candidate, baseline)[column])
+                if i >= 0:
+                    times[name][i, column] = elapsed
+    return {name: paired_ratio(t[:, 0], t[:, 1], target=targets[name]) for name, t in times.items()}
 
 
 def paired_ratio(

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kernels_pallas.arrays import Fp4Array, Fp4Codes
@@ -83,19 +84,19 @@ class SiteCounts:
     width: int = dataclasses.field(metadata={"static": True})
 
     @property
-    def guided_rows(self) -> jax.Array:
+    def guided_rows(self) -> jax.Array | np.ndarray:
         return self.totals[..., 0]
 
     @property
-    def unguided_rows(self) -> jax.Array:
+    def unguided_rows(self) -> jax.Array | np.ndarray:
         return self.totals[..., 1]
 
     @property
-    def overruled(self) -> jax.Array:
+    def overruled(self) -> jax.Array | np.ndarray:
         return self.totals[..., 2]
 
     @property
-    def values(self) -> jax.Array:
+    def values(self) -> jax.Array | np.ndarray:
         """Values in guided rows."""
         return self.guided_rows * self.width
 

@@ -110,8 +110,9 @@ class Sampler:
         return PackedNumerics(plan=self.plan, record=self.record, audit_rows=audit_rows)
 
     @property
-    def _guided_layers(self) -> tuple[int, ...]:
-        return self.record.layers if self.record else ()
+    def _recorded_layers(self) -> tuple[int, ...]:
+        """All layers are captured, the record's are kept: a scan split at the first guided layer copies the cache."""
+        return tuple(range(self.model.num_layers)) if self.record else ()
 
     def _empty_cache(self, sequences: int, length: int) -> KVCache:
         c = self.model
@@ -130,7 +131,10 @@ class Sampler:
         """What leaves the device: each row's routes, hash and record, and the audited rows' full codes."""
         routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(self._route_dtype).max)
         hashes = jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0))
-        rows = pack_rows((routes.astype(self._route_dtype), out.guided), hashes)
+        guided = out.guided
+        if guided is not None:
+            guided = dataclasses.replace(guided, data=guided.data[np.asarray(self.record.layers)])
+        rows = pack_rows((routes.astype(self._route_dtype), guided), hashes)
         return rows, None if out.every is None else pack_rows(out.every, None)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -148,7 +152,7 @@ class Sampler:
             fed,
             numerics=self._numerics(prompts_of_audit),
             cache=cache,
-            guided_layers=self._guided_layers,
+            guided_layers=self._recorded_layers,
         )
         last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         logits = model.logits(last)
@@ -179,7 +183,12 @@ class Sampler:
             done = state.done | stop
             column, position, fed = tokens[:, None], state.position[:, None], ~done[:, None]
             out = model(
-                column, position, fed, numerics=numerics, cache=state.cache, guided_layers=self._guided_layers
+                column,
+                position,
+                fed,
+                numerics=numerics,
+                cache=state.cache,
+                guided_layers=self._recorded_layers,
             )
             logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
             rows, audit = self._kept(out, column, position, fed)
@@ -226,7 +235,12 @@ class Sampler:
             fed = (state.position < lengths - 1)[:, None]
             position = state.position[:, None]
             out = model(
-                column, position, fed, numerics=numerics, cache=state.cache, guided_layers=self._guided_layers
+                column,
+                position,
+                fed,
+                numerics=numerics,
+                cache=state.cache,
+                guided_layers=self._recorded_layers,
             )
             logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
             state = dataclasses.replace(
