@@ -97,8 +97,9 @@ class Transformer(nnx.Module):
             guided_layers: static, increasing.
         """
         config = self.config
-        # One-hot products would cost more; a gather of a BF16 table is exact.
-        x = cast_weight(self.embedding[...], config.dtype)[tokens]
+        # Rounded after the lookup, so that the gradient is summed over a token's occurrences in FP32: BF16 sums of
+        # thousands of rows stop growing (and on GPUs contend for the same few addresses).
+        x = cast_weight(self.embedding[...][tokens], config.dtype)
         x = constrain(x, ("batch", "length", "act_embed"))
         graphdef, stacked = nnx.split(self.blocks)
 

@@ -22,6 +22,9 @@ from trace_jax.quant.weights import guided_weight_codes, quantize_weight_codes
 
 Guides = dict[str, Guide] | None
 
+COMPARED_SEQUENCES = 32
+"""Sequences of a batch whose guided codes are compared with the trainer's own rounding, for the health alarm."""
+
 
 @runtime_checkable
 class Numerics(Protocol):
@@ -76,8 +79,9 @@ class PackedNumerics:
 class SiteCounts:
     """How one layer's site was rounded: rows with and without a record, values whose own rounding was overruled.
 
-    `totals` int32 `[..., 3]` holds guided rows, unguided rows and overruled values in one array (a layer scan writes
-    every output with a kernel of its own); `width` is the number of values in a row.
+    `totals` int32 `[..., 4]` holds guided rows, unguided rows, overruled values and the guided rows among which these
+    were counted, in one array (a layer scan writes every output with a kernel of its own); `width` is the number of
+    values in a row.
     """
 
     totals: Any
@@ -97,8 +101,8 @@ class SiteCounts:
 
     @property
     def values(self) -> jax.Array | np.ndarray:
-        """Values in guided rows."""
-        return self.guided_rows * self.width
+        """Values among which `overruled` was counted."""
+        return self.totals[..., 3] * self.width
 
 
 @jax.tree_util.register_dataclass
@@ -180,12 +184,7 @@ class FakeQuantNumerics:
             used, nearest = quantize_codes(frozen, self.plan.fp4), None
         else:
             used = guided_round(frozen, guide, self.plan.fp4)
-            # What the record overrules: rounding to nearest under its scales; without a bit, the scales themselves.
-            nearest = (
-                quantize_codes(frozen, self.plan.fp4)
-                if guide.mode == "scale"
-                else guided_round(frozen, dataclasses.replace(guide, mode="scale"), self.plan.fp4)
-            )
+            nearest = _own_rounding(_compared_sequences(frozen), _compared_sequences(guide), self.plan)
         operand = straight_through(x, dequantize(used, x.dtype))
         return operand, (used, nearest, frozen, guide)
 
@@ -215,12 +214,25 @@ class FakeQuantNumerics:
         return (counts if guided else None), (audit or None)
 
 
+def _compared_sequences(tree: Any) -> Any:
+    """Evenly spaced sequences, at most `COMPARED_SEQUENCES`, of arrays that lead with the batch axis."""
+    return jax.tree.map(lambda leaf: leaf[:: -(-leaf.shape[0] // COMPARED_SEQUENCES)], tree)
+
+
+def _own_rounding(x: jax.Array, guide: Guide, plan: QuantPlan) -> Fp4Codes:
+    """What a record overrules: rounding to nearest under its scales; without a bit, the scales themselves."""
+    if guide.mode == "scale":
+        return quantize_codes(x, plan.fp4)
+    return guided_round(x, dataclasses.replace(guide, mode="scale"), plan.fp4)
+
+
 def _count(used: Fp4Codes, nearest: Fp4Codes, usable: jax.Array, valid: jax.Array) -> SiteCounts:
     fed = valid.reshape(*valid.shape, *(1,) * (usable.ndim - 2))
-    guided = usable & fed
-    differs = jnp.sum(used.codes != nearest.codes, axis=-1, dtype=jnp.int32)
-    rows = jnp.stack([guided, ~usable & fed, jnp.where(guided, differs, 0)])
-    return SiteCounts(totals=jnp.sum(rows.reshape(3, -1), axis=1), width=used.codes.shape[-1])
+    guided, unguided = usable & fed, ~usable & fed
+    compared = _compared_sequences(guided)
+    differs = (_compared_sequences(used.codes) != nearest.codes) & compared[..., None]
+    totals = [jnp.sum(mask, dtype=jnp.int32) for mask in (guided, unguided, differs, compared)]
+    return SiteCounts(totals=jnp.stack(totals), width=used.codes.shape[-1])
 
 
 def guides_of(records: dict[str, SiteRecord] | None) -> Guides:
