@@ -83,7 +83,8 @@ class Subject:
             record=stopping.record,
         )
         self.loop.start(initial_params(config, self.loop.model), config.seed)
-        self.prompts = next(prompt_iterator(self.loop.task, config.rl.prompts, seed=config.seed))["prompts"]
+        drawn = next(prompt_iterator(self.loop.task, config.rl.prompts, seed=config.seed))
+        self.prompts, self.problems = drawn["prompts"], drawn["problems"]
         self.keys = jax.random.split(jax.random.key(config.seed), config.rl.sequences)
 
     def rollout(self) -> Trajectories:

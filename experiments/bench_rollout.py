@@ -22,9 +22,14 @@ def main(config: DictConfig) -> None:
     bench = from_mapping(BenchConfig, config)
     enable_compilation_cache(bench.out)
     baseline = Subject(bench, bench.baseline)
-    rollouts = {method: Subject(bench, method).rollout for method in bench.methods}
+    rollouts = {method: Subject(bench, method) for method in bench.methods}
     targets = {method: bench.target(method, "rollout") for method in bench.methods}
-    results = time_pairs(rollouts, baseline.rollout, pairs=bench.pairs, targets=targets)
+    results = time_pairs(
+        {method: lambda subject=subject: subject.rollout for method, subject in rollouts.items()},
+        lambda: baseline.rollout,
+        pairs=bench.pairs,
+        targets=targets,
+    )
     text = write_benchmark(
         "bench_rollout", results, bench, baseline=bench.baseline, what="rollout", sizes=baseline.sizes()
     )

@@ -49,9 +49,13 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+Subject = Callable[[], Callable[[], Any]]
+"""Prepares one run, untimed, and returns the call to be timed."""
+
+
 def time_pairs(
-    candidates: Mapping[str, Callable[[], Any]],
-    baseline: Callable[[], Any],
+    candidates: Mapping[str, Subject],
+    baseline: Subject,
     *,
     pairs: int,
     targets: Mapping[str, float | None],
@@ -59,14 +63,13 @@ def time_pairs(
 ) -> dict[str, PairedRatio]:
     """Times every candidate beside the baseline in interleaved pairs: AB, the next candidate, ..., then BA in turn.
 
-    All are warmed up together and measured in the same rounds. One candidate after the other would compare programs of
-    different ages: on a GPU a program's first dozens of runs are slower (allocations and CUDA graphs settle).
+    All are warmed up together and measured in the same rounds, so that nothing that drifts falls on one of them.
     """
     times = {name: np.zeros((pairs, 2)) for name in candidates}
     for i in range(-warmup, pairs):
         for name, candidate in candidates.items():
             for column in (0, 1) if i % 2 == 0 else (1, 0):
-                elapsed = seconds((candidate, baseline)[column])
+                elapsed = seconds((candidate, baseline)[column]())
                 if i >= 0:
                     times[name][i, column] = elapsed
     return {name: paired_ratio(t[:, 0], t[:, 1], target=targets[name]) for name, t in times.items()}

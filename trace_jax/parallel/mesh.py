@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
-# Logical axis -> mesh axes. None keeps a dimension whole: `length`, `block` and packed words along a contraction
-# are never cut inside a quantization block.
+# Logical axis -> mesh axes. None keeps a dimension whole: packed words along a contraction are never cut inside a
+# quantization block.
 LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "length": None,
@@ -30,8 +31,6 @@ LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "head_dim": None,
     "expert": "expert",
     "mlp": "tensor",
-    "route": None,
-    "block": None,
     "norm": None,
 }
 
@@ -98,13 +97,24 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
+    return jax.lax.with_sharding_constraint(x, _fitting_spec(mesh, x.shape, axes))
 
+
+def place(x: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
+    """Starts the copy of a host array to the devices, laid out as `constrain` would; the copy goes on behind the call."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.size == 1:
+        return jax.device_put(x)
+    return jax.device_put(x, NamedSharding(mesh, _fitting_spec(mesh, x.shape, axes)))
+
+
+def _fitting_spec(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes) -> PartitionSpec:
     def divides(size, names):
         names = (names,) if isinstance(names, str) else names or ()
         return size % math.prod(mesh.shape[name] for name in names) == 0
 
-    kept = [names if divides(size, names) else None for size, names in zip(x.shape, spec(axes), strict=True)]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*kept))
+    kept = (names if divides(size, names) else None for size, names in zip(shape, spec(axes), strict=True))
+    return PartitionSpec(*kept)
 
 
 def shard(tree: Any, mesh: Mesh, axes: Any) -> Any:

@@ -8,9 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.guidance import GuidanceSpec, check_record, check_routes, is_backed, unpack_rows
+from trace_jax.guidance import (
+    GuidanceSpec,
+    PackedRows,
+    check_record,
+    check_routes,
+    is_backed,
+    unpack_rows,
+)
 from trace_jax.models import ModelConfig
-from trace_jax.parallel import constrain
+from trace_jax.parallel import constrain, place
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, VALUE
 from trace_jax.rollout import Trajectories
 
@@ -52,14 +59,22 @@ class TrainBatch:
     def without_guidance(self) -> "TrainBatch":
         return dataclasses.replace(self, sites={}, packed=None)
 
-    def to_device(self) -> "TrainBatch":
-        """The batch with its record on the device, moved there as one array: views would be copied leaf by leaf."""
+    def to_device(self, sent: PackedRows | None = None) -> "TrainBatch":
+        """The batch with its record on the device, moved there as one array: views would be copied leaf by leaf.
+
+        `sent` is the copy that `send_rows` has already started of these rows.
+        """
         if self.packed is None:
             return self
-        routes, sites = _unpacked(self.packed)
+        routes, sites = _unpacked(sent or send_rows(self.packed))
         return dataclasses.replace(
             self, routes=None if self.routes is None else routes, sites=sites, packed=None
         )
+
+
+def send_rows(packed: PackedRows | None, part: slice = slice(None)) -> PackedRows | None:
+    """Starts the copy of sequences `part` to the device; it goes on behind the call. None if there are no rows."""
+    return None if packed is None else dataclasses.replace(packed, data=place(packed.data[part], ("batch", None, None)))
 
 
 @jax.jit

@@ -13,12 +13,12 @@ from flax import nnx
 from kernels_pallas.arrays import Fp4Array
 from trace_jax.alignment.report import audit_report, flatten_report
 from trace_jax.config import ConfigError
-from trace_jax.guidance import HealthAlarm
+from trace_jax.guidance import HealthAlarm, PackedRows
 from trace_jax.guidance.budget import bytes_per_token, route_bytes_per_token
 from trace_jax.models import ModelConfig
 from trace_jax.quant import expert_guides, rollout_weights
 from trace_jax.rl.advantages import group_advantages
-from trace_jax.rl.batch import TrainBatch, make_batch
+from trace_jax.rl.batch import TrainBatch, make_batch, send_rows
 from trace_jax.rl.config import OptimizerConfig, RLConfig
 from trace_jax.rl.methods import MethodConfig
 from trace_jax.rl.optimizer import make_optimizer
@@ -129,11 +129,17 @@ class Loop:
             return None
         return expert_guides(self.history[version])
 
-    def train_on(self, batch: TrainBatch, trajectories: Trajectories, version: int) -> dict[str, Any]:
-        """All minibatches of a batch; returns their metrics."""
+    def train_on(
+        self, batch: TrainBatch, trajectories: Trajectories, version: int, sent: PackedRows | None = None
+    ) -> dict[str, Any]:
+        """All minibatches of a batch; returns their metrics.
+
+        `sent` is the first microbatch's record, already on its way to the device. Every other one is sent while the
+        device works on the microbatch before it.
+        """
         config, guides = self.config, self.weight_guides(version)
         minibatches = [
-            [batch.rows(slice(i, i + config.minibatch // self.accumulation)) for i in starts]
+            [batch.rows(slice(i, i + self._microbatch)) for i in starts]
             for starts in self._microbatch_starts()
         ]
         old = {}
@@ -143,16 +149,19 @@ class Loop:
                     old[m, i] = self.trainer.evaluate(self.train.params, part, guides)[1].logprobs
         metrics: dict[str, Any] = {}
         guided, unguided = {}, {}
+        following = iter([part for micro in minibatches for part in micro][1:])
         for m, micro in enumerate(minibatches):
             normalizer = np.float32(max(sum(part.sampled.sum() for part in micro), 1) / self.accumulation)
             for i, part in enumerate(micro):
-                reference = None
+                part, reference = part.to_device(sent), None
                 if self.reference is not None:
                     # Under the same record, so that the KL term sees the change of the policy and no rounding.
                     reference = self.trainer.evaluate(self.reference, part, guides)[1].logprobs
                 self.train, scalars, result = self.trainer.step(
-                    self.train, part.to_device(), normalizer, old.get((m, i)), reference, guides
+                    self.train, part, normalizer, old.get((m, i)), reference, guides
                 )
+                upcoming = next(following, None)
+                sent = None if upcoming is None else send_rows(upcoming.packed)
                 for site, c in (result.counts or {}).items():
                     guided[site] = guided.get(site, 0) + c.guided_rows.sum()
                     unguided[site] = unguided.get(site, 0) + c.unguided_rows.sum()
@@ -174,9 +183,13 @@ class Loop:
             metrics["guidance/rows_unguided"] = int(sum(unguided.values()))
         return metrics
 
+    @property
+    def _microbatch(self) -> int:
+        """Sequences per train step."""
+        return self.config.minibatch // self.accumulation
+
     def _microbatch_starts(self):
-        size = self.config.minibatch // self.accumulation
-        starts = list(range(0, self.config.sequences, size))
+        starts = list(range(0, self.config.sequences, self._microbatch))
         return [starts[i : i + self.accumulation] for i in range(0, len(starts), self.accumulation)]
 
     def _alignment(self, trajectories: Trajectories, result, microbatch: int) -> dict[str, Any]:
@@ -211,7 +224,7 @@ class Loop:
 
     def control(self, batch: TrainBatch, trajectories: Trajectories) -> dict[str, Any]:
         """The same rows without guidance, before any update: what guidance does."""
-        first = batch.rows(slice(0, self.config.minibatch // self.accumulation)).without_guidance()
+        first = batch.rows(slice(0, self._microbatch)).without_guidance()
         mismatch, result = self.trainer.evaluate(self.train.params, first)
         row = {f"mismatch/{k}": v for k, v in jax.device_get(mismatch).items()}
         row |= self._alignment(trajectories, result, 0)
@@ -267,6 +280,8 @@ class Loop:
         version = self.rollout_version()
         trajectories = self.roll_out(prompts)
         clock.lap("rollout")
+        # On its way while rewards are scored and the record is checked.
+        sent = send_rows(trajectories.packed, slice(0, self._microbatch)) if self.spec else None
         rewards = self.rewards(problems, trajectories)
         advantages = group_advantages(rewards)
         batch = make_batch(
@@ -282,7 +297,7 @@ class Loop:
         if self.spec is not None and config.control_every and self.step % config.control_every == 0:
             metrics |= self.control(batch, trajectories)
             clock.lap("control")
-        metrics |= self.train_on(batch, trajectories, version)
+        metrics |= self.train_on(batch, trajectories, version, sent)
         jax.block_until_ready(self.train)
         clock.lap("train")
         self.sync()

@@ -47,7 +47,9 @@ class Assembly:
         bucket = rows.data.shape[1]
         self.fed[:, :bucket] = np.arange(bucket) < self.prompt_length[:, None]
         # The first leaf is the routes, whose largest value marks a row that was never fed; all else is 0 there.
-        self.rows = np.zeros((*self.shape, rows.data.shape[-1]), np.uint8)
+        # Filled here, under the first decode chunk: zeros that are mapped on first use cost the last chunk's way.
+        self.rows = np.empty((*self.shape, rows.data.shape[-1]), np.uint8)
+        self.rows.fill(0)
         self.rows[..., rows.fields[0].bytes] = 0xFF
         self.rows[:, :bucket] = np.repeat(rows.data, self.group_size, axis=0)
         if audit is not None:

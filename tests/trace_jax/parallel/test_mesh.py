@@ -20,7 +20,7 @@ def test_logical_axes_become_mesh_axes():
 
 
 def test_blocks_are_never_cut():
-    for axis in ("length", "head_dim", "block", "act_embed"):
+    for axis in ("length", "head_dim", "act_embed"):
         assert LOGICAL_AXES[axis] is None
 
 
