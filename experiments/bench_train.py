@@ -8,6 +8,7 @@ control pass. Every timed step starts from the same state, with its record alrea
 which sends it while rewards are scored; what that copy and that scoring take is reported beside the table.
 """
 
+import functools
 from collections.abc import Callable
 
 import hydra
@@ -29,7 +30,8 @@ class TrainStep:
     def __init__(self, subject: Subject):
         loop = subject.loop
         self.trainer, self.state, self.trajectories = loop.trainer, loop.train, subject.rollout()
-        self.batch = make_batch(
+        self.check = functools.partial(
+            make_batch,
             self.trajectories,
             advantages(subject.config),
             model=loop.model,
@@ -37,8 +39,9 @@ class TrainStep:
             weight_version=loop.version,
             replay_routes=subject.config.rl.replay_routes,
         )
+        self.batch = self.check()
         self.normalizer = np.float32(self.batch.sampled.sum())
-        self.score = lambda: loop.rewards(subject.problems, self.trajectories)
+        self.score = functools.partial(loop.rewards, subject.problems, self.trajectories)
 
     def __call__(self) -> Callable[[], None]:
         state = jax.tree.map(jnp.copy, self.state)  # a step donates it
@@ -47,14 +50,17 @@ class TrainStep:
         return lambda: jax.block_until_ready(self.trainer.step(state, batch, self.normalizer))
 
     def overlapped(self, repeats: int = 10) -> dict[str, float]:
-        """Median ms of the record's copy to the device and of scoring the rewards, and the record's MB."""
+        """The record's MB, and median ms: its copy to the device, and what the host does meanwhile."""
         packed = self.batch.packed
-        copy = [seconds(lambda: jax.block_until_ready(send_rows(packed))) for _ in range(repeats)]
-        score = [seconds(self.score) for _ in range(repeats)]
+
+        def ms(run):
+            return round(1e3 * float(np.median([seconds(run) for _ in range(repeats)])), 2)
+
         return {
             "record, MB": round(0.0 if packed is None else packed.data.nbytes / 1e6, 2),
-            "copy, ms": round(1e3 * float(np.median(copy)), 2),
-            "scoring, ms": round(1e3 * float(np.median(score)), 2),
+            "copy, ms": ms(lambda: jax.block_until_ready(send_rows(packed))),
+            "scoring, ms": ms(self.score),
+            "checking, ms": ms(self.check),
         }
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import hydra
 import jax
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
+from trace_jax.alignment.summary import ReportError
 from trace_jax.config import ConfigError, from_mapping, to_mapping
 from trace_jax.data import DataError
 from trace_jax.guidance import RecordError
@@ -34,6 +37,7 @@ EXPECTED_ERRORS = (
     NonFiniteError,
     PlanError,
     RecordError,
+    ReportError,
     RunFolderError,
     TaskError,
 )
@@ -65,6 +69,8 @@ def script(main: Callable) -> Callable:
             return main(*args)
         except EXPECTED_ERRORS as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # Hydra runs the rest of the sweep, then reports this one
             raise SystemExit(2) from None
 
     return run

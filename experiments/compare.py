@@ -115,7 +115,7 @@ def main(config: DictConfig) -> None:
     compare = from_mapping(CompareConfig, config)
     folder = Path(compare.root) / compare.name
     enable_compilation_cache(compare.root)
-    for method in compare.methods:
+    for method in (*compare.methods, compare.baseline, compare.yardstick):
         method_config(method)  # a misspelt name fails before anything is trained
     for precision in compare.precisions:
         precision_plan(precision)

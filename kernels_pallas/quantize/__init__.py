@@ -1,5 +1,5 @@
 """Quantize to FP4 and back."""
 
-from kernels_pallas.quantize.api import dequantize, operand, quantize, quantize_codes
+from kernels_pallas.quantize.api import SCALE_RULES, dequantize, operand, quantize, quantize_codes
 
-__all__ = ["dequantize", "operand", "quantize", "quantize_codes"]
+__all__ = ["SCALE_RULES", "dequantize", "operand", "quantize", "quantize_codes"]

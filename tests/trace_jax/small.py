@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.guidance import GuidanceSpec, capture_site
 from trace_jax.models import ModelConfig, abstract, logical_axes
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rl import MethodConfig, OptimizerConfig, RLConfig, Trainer, make_batch, make_optimizer
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, Trajectories
+from trace_jax.rollout.rerecord import rerecord
 
 MODEL = ModelConfig(
     vocab_size=17,
@@ -106,25 +106,12 @@ def rollout(name: str, model: ModelConfig = MODEL) -> Trajectories:
         rollout = dataclasses.replace(ROLLOUT, audit_rows=())
         return sampler(None, None, model, rollout).generate(weights, PROMPTS, keys, weight_version=3)
     if name != "trace_all_sites":
-        return record_as(rollout_of_all_sites(model), chosen.record_spec(model))
+        return rerecord(rollout_of_all_sites(model), chosen.record_spec(model))
     return fp4_sampler(model).generate(weights, PROMPTS, keys, weight_version=3)
 
 
 def rollout_of_all_sites(model: ModelConfig = MODEL) -> Trajectories:
     return rollout("trace_all_sites", model)
-
-
-def record_as(trajectories: Trajectories, spec: GuidanceSpec | None) -> Trajectories:
-    """The same rollout, recorded under another spec of the same format, from its audit of all sequences."""
-    assert trajectories.audit_rows == tuple(range(len(trajectories)))
-    sites = {}
-    for site in spec.sites if spec else ():
-        q = jax.tree.map(lambda leaf: jnp.asarray(leaf[list(spec.layers)]), trajectories.audit[site])
-        capture = jax.vmap(
-            functools.partial(capture_site, site, valid=jnp.asarray(trajectories.fed), spec=spec)
-        )
-        sites[site] = jax.device_get(capture(q))
-    return dataclasses.replace(trajectories, record=dataclasses.replace(trajectories.record, sites=sites))
 
 
 def routes(trajectories: Trajectories) -> np.ndarray:

@@ -33,7 +33,7 @@ def write_report(
     ratios = against(methods, yardstick=yardstick, baseline=baseline)
     summary = {"methods": summaries, "ratios": ratios, "notes": notes or {}}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
     text = "\n\n".join(
         [markdown_table(summaries), _ratio_table(ratios, baseline, yardstick), _layer_table(summaries)]
     )
@@ -44,9 +44,11 @@ def write_report(
 
 def _ratio_table(ratios: dict[str, dict[str, Any]], baseline: str, yardstick: str) -> str:
     columns = sorted({key for row in ratios.values() for key in row})
+    absent = [name for name in dict.fromkeys((baseline, yardstick)) if name not in ratios]
+    lines = [f"No ratios to `{name}`: it is not among the methods.\n" for name in absent]
     if not columns:
-        return ""
-    lines = [
+        return "\n".join(lines)
+    lines += [
         f"Ratios to `{baseline}` and to `{yardstick}`'s gap to its own rollout, 95 % intervals:",
         "",
         "| method | " + " | ".join(c.replace("_over_", " / ") for c in columns) + " |",

@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from trace_jax.alignment.summary import GAP, Run, by_layer, series
+from trace_jax.alignment.summary import GAP, Run, by_layer
 
 Methods = dict[str, Sequence[Run]]
 
@@ -17,12 +17,13 @@ Methods = dict[str, Sequence[Run]]
 def _curves(methods: Methods, metric: str, label: str, path: Path, *, log: bool, window: int = 1) -> None:
     fig, ax = plt.subplots(figsize=(7, 4), constrained_layout=True)
     for method, runs in methods.items():
-        values = [series(run, metric) for run in runs]
-        length = min(v.size for v in values)
-        if not length:
+        # Seeds of unequal length, or a metric that some steps lack: the steps that all of them have.
+        curves = [{row["step"]: row[metric] for row in run.rows if metric in row} for run in runs]
+        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+        if not steps:
             continue
-        smooth = np.asarray([_moving_average(v[:length], window) for v in values])
-        steps = np.arange(smooth.shape[1]) + window - 1
+        smooth = np.asarray([_moving_average(np.asarray([c[s] for s in steps]), window) for c in curves])
+        steps = steps[len(steps) - smooth.shape[1] :]
         (line,) = ax.plot(steps, smooth.mean(axis=0), label=method)
         if len(runs) > 1:
             ax.fill_between(

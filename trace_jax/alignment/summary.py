@@ -24,14 +24,31 @@ class Estimate:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
+class ReportError(ValueError):
+    """Runs that cannot be reported; the message says which and why."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One finished run: `rows` one dict of metrics per step, `scores` of the final policy by precision."""
+    """One run: `rows` one dict of metrics per step, of `planned` steps; `scores` of the final policy by precision."""
 
     method: str
     seed: int
     rows: Rows
+    planned: int
     scores: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if not self.rows:
+            raise ReportError(
+                f"run {self.method!r} (seed {self.seed}) has no complete step; leave it out or train it."
+            )
+
+    @property
+    def unfinished(self) -> str:
+        """What to call a run that stopped early, or nothing."""
+        done = len(self.rows)
+        return "" if done >= self.planned else f"seed {self.seed}: {done} of {self.planned} steps"
 
 
 def series(run: Run, name: str) -> np.ndarray:
@@ -39,13 +56,10 @@ def series(run: Run, name: str) -> np.ndarray:
     return np.asarray([row[name] for row in run.rows if isinstance(row.get(name), int | float)], np.float64)
 
 
-def layer_means(run: Run, name: str, layers: Sequence[int] | None = None) -> np.ndarray:
-    """float64 per step, the mean over `layers` (all by default) of a metric logged as one value per layer."""
+def layer_means(run: Run, name: str) -> np.ndarray:
+    """float64 per step, the mean over layers of a metric logged as one value per layer."""
     values = [row[name] for row in run.rows if isinstance(row.get(name), list)]
-    if not values:
-        return np.zeros(0)
-    table = np.asarray(values, np.float64)
-    return table.mean(axis=1) if layers is None else table[:, list(layers)].mean(axis=1)
+    return np.asarray(values, np.float64).mean(axis=1) if values else np.zeros(0)
 
 
 def bootstrap(
@@ -61,7 +75,7 @@ def bootstrap(
         statistic: of the groups' means.
 
     Returns:
-        None if a group has no values.
+        None if a group has no values, or the statistic no finite value.
     """
     groups = [[s for s in group if s.size] for group in samples]
     if not all(groups):
@@ -75,20 +89,17 @@ def bootstrap(
     draws = [statistic(*(resampled_mean(group) for group in groups)) for _ in range(RESAMPLES)]
     low, high = np.quantile(draws, [0.025, 0.975])
     value = statistic(*(np.mean([s.mean() for s in group]) for group in groups))
-    return Estimate(value=float(value), low=float(low), high=float(high))
+    estimate = Estimate(value=float(value), low=float(low), high=float(high))
+    return estimate if np.isfinite(dataclasses.astuple(estimate)).all() else None
 
 
 def mean_of(runs: Sequence[Run], name: str) -> Estimate | None:
     return bootstrap([[series(run, name) for run in runs]], lambda mean: mean)
 
 
-def ratio_of(
-    runs: Sequence[Run], others: Sequence[Run], name: str, *, layers: Sequence[int] | None = None
-) -> Estimate | None:
-    """Mean of a metric over `runs` divided by its mean over `others`; by layer if the metric is logged so."""
-    pick = (
-        series if not name.startswith("alignment_by_layer/") else lambda run, n: layer_means(run, n, layers)
-    )
+def ratio_of(runs: Sequence[Run], others: Sequence[Run], name: str) -> Estimate | None:
+    """Mean of a metric over `runs` divided by its mean over `others`; None where that is 0."""
+    pick = layer_means if name.startswith("alignment_by_layer/") else series
     groups = [[pick(run, name) for run in group] for group in (runs, others)]
     return bootstrap(groups, lambda a, b: a / b if b else float("nan"))
 
@@ -122,6 +133,7 @@ def summarize(runs: Sequence[Run], sites: Sequence[str] = ("expert_input", "key"
     return {
         "seeds": [run.seed for run in runs],
         "steps": max(len(run.rows) for run in runs),
+        "unfinished": [run.unfinished for run in runs if run.unfinished],
         "reward_first": {"mean": float(edges[:, 0].mean()), "spread": float(edges[:, 0].std())},
         "reward_last": {"mean": float(edges[:, 1].mean()), "spread": float(edges[:, 1].std())},
         "scores": {
@@ -213,7 +225,7 @@ def markdown_table(summaries: dict[str, dict[str, Any]]) -> str:
     for method, s in summaries.items():
         codes, mismatch = s["codes"], s["mismatch"]
         cells = (
-            method,
+            f"{method} (unfinished: {'; '.join(s['unfinished'])})" if s["unfinished"] else method,
             f"{_spread(s['reward_first'])} -> {_spread(s['reward_last'])}",
             _interval(mismatch["logprob_abs_diff_mean"]),
             _value(mismatch["logprob_abs_diff_p999"]),

@@ -101,7 +101,7 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
 
 
 def place(x: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
-    """Starts the copy of a host array to the devices, laid out as `constrain` would; the copy goes on behind the call."""
+    """Starts the copy of a host array to the devices, laid out as `constrain` would; the call does not wait."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.size == 1:
         return jax.device_put(x)

@@ -3,13 +3,13 @@
 import dataclasses
 
 from kernels_pallas.formats import Fp4Format, get_format
+from kernels_pallas.quantize import SCALE_RULES
 
 EXPERT_INPUT = "expert_input"
 DOWN_INPUT = "down_input"
 KEY = "key"
 VALUE = "value"
 SITES = (EXPERT_INPUT, DOWN_INPUT, KEY, VALUE)
-SCALE_RULES = ("amax", "4over6")
 
 
 class PlanError(ValueError):
@@ -20,7 +20,8 @@ class PlanError(ValueError):
 class QuantPlan:
     """Routed-expert weights and activations and the KV cache in one FP4 format; everything else stays BF16.
 
-    `scale_rule="4over6"` picks each NVFP4 block scale by error (evaluation of a finished policy only).
+    `scale_rule="4over6"` picks each NVFP4 block scale of expert weights and activations by error, for the evaluation of
+    a finished policy; the KV cache keeps the plain rule.
     """
 
     format: str = "nvfp4"

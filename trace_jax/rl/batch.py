@@ -74,7 +74,11 @@ class TrainBatch:
 
 def send_rows(packed: PackedRows | None, part: slice = slice(None)) -> PackedRows | None:
     """Starts the copy of sequences `part` to the device; it goes on behind the call. None if there are no rows."""
-    return None if packed is None else dataclasses.replace(packed, data=place(packed.data[part], ("batch", None, None)))
+    return (
+        None
+        if packed is None
+        else dataclasses.replace(packed, data=place(packed.data[part], ("batch", None, None)))
+    )
 
 
 @jax.jit

@@ -1,10 +1,30 @@
 """Hyperparameters of the RL loop."""
 
 import dataclasses
+import math
+from typing import Any
 
 RATIOS = ("behaviour", "decoupled")
 CORRECTIONS = ("none", "tis", "icepop", "sequence_mask")
 SCHEDULES = ("constant", "linear", "cosine")
+
+
+def check_range(
+    section: str,
+    config: Any,
+    *names: str,
+    above: int | float | None = None,
+    at_least: int | float | None = None,
+    below: float = math.inf,
+) -> None:
+    """Raises ValueError that names the first field outside the range, or not finite."""
+    for name in names:
+        value = getattr(config, name)
+        low = value > above if above is not None else value >= at_least
+        if not (low and value < below and math.isfinite(value)):
+            bound = f"above {above}" if above is not None else f"at least {at_least}"
+            upper = "" if below == math.inf else f" and below {below}"
+            raise ValueError(f"{section}.{name} is {value}; expected a finite number {bound}{upper}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,10 +47,10 @@ class OptimizerConfig:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optimizer.schedule is {self.schedule!r}; expected one of {SCHEDULES}.")
-        if not self.learning_rate > 0:
-            raise ValueError(f"optimizer.learning_rate is {self.learning_rate}; expected a positive number.")
-        if self.accumulation < 1:
-            raise ValueError(f"optimizer.accumulation is {self.accumulation}; expected at least 1.")
+        check_range("optimizer", self, "learning_rate", above=0.0)
+        check_range("optimizer", self, "warmup_steps", "weight_decay", "clip_norm", at_least=0.0)
+        check_range("optimizer", self, "beta1", "beta2", at_least=0.0, below=1.0)
+        check_range("optimizer", self, "accumulation", at_least=1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,20 +98,19 @@ class RLConfig:
             raise ValueError(f"rl.ratio is {self.ratio!r}; expected one of {RATIOS}.")
         if self.correction not in CORRECTIONS:
             raise ValueError(f"rl.correction is {self.correction!r}; expected one of {CORRECTIONS}.")
-        for name in ("steps", "prompts", "group_size", "minibatches", "max_new_tokens", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rl.{name} is {getattr(self, name)}; expected at least 1.")
+        counts = ("steps", "prompts", "group_size", "minibatches", "max_new_tokens", "decode_chunk")
+        check_range(
+            "rl", self, *counts, "evaluation_prompts", "checkpoint_every", "keep_checkpoints", at_least=1
+        )
+        check_range("rl", self, "ratio_cap", "tis_cap", "icepop_high", at_least=1.0)
+        check_range("rl", self, "icepop_low", "clip_low", at_least=0.0, below=1.0)
+        periods = ("control_every", "evaluate_every", "save_trajectories_every")
+        check_range("rl", self, "clip_high", "kl_coefficient", *periods, "max_version_lag", at_least=0.0)
+        check_range("rl", self, "entropy_coefficient", at_least=-math.inf)
+        check_range("rl", self, "temperature", above=0.0)
         if self.group_size < 2:
             raise ValueError(
                 "rl.group_size is 1; group-normalised advantages need at least 2 responses to a prompt."
-            )
-        if not self.temperature > 0:
-            raise ValueError(
-                f"rl.temperature is {self.temperature}; training samples, so it must be positive."
-            )
-        if self.max_version_lag < 0:
-            raise ValueError(
-                f"rl.max_version_lag is {self.max_version_lag}; expected 0 (synchronous) or more."
             )
         if self.sequences % self.minibatches:
             raise ValueError(

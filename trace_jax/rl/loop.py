@@ -51,6 +51,11 @@ class Loop:
                 f"a minibatch of {config.minibatch} sequences does not split into "
                 f"optimizer.accumulation={optimizer.accumulation} microbatches."
             )
+        if config.audit_sequences > config.minibatch // optimizer.accumulation:
+            raise ConfigError(
+                f"rl.audit_sequences is {config.audit_sequences}; expected at most the "
+                f"{config.minibatch // optimizer.accumulation} sequences of a microbatch."
+            )
         self.model, self.method, self.config, self.task = model, method, config, task
         self.spec = method.record_spec(model)
         self.plan = method.rollout_plan()

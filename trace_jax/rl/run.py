@@ -21,7 +21,7 @@ from trace_jax.rl.loop import Loop
 from trace_jax.rl.methods import MethodConfig
 from trace_jax.rl.trainer import state_shardings
 from trace_jax.rollout import SamplingConfig, save_trajectories
-from trace_jax.runs import Checkpoints, MetricsWriter, Progress, RunFolder, read_metrics
+from trace_jax.runs import Checkpoints, MetricsWriter, Progress, RunFolder, RunFolderError, read_metrics
 from trace_jax.runs.files import write_atomically
 from trace_jax.tasks import Split, TaskConfig, make_task
 
@@ -121,7 +121,7 @@ def train(config: RunConfig, *, loop: Loop | None = None, progress: Progress | N
             while loop.step < config.rl.steps:
                 _one_step(loop, iterator, config, folder, writer, checkpoints, progress)
     rows = read_metrics(folder.metrics_path)
-    return Run(method=label(config), seed=config.seed, rows=rows)
+    return Run(method=label(config), seed=config.seed, rows=rows, planned=config.rl.steps)
 
 
 def label(config: RunConfig) -> str:
@@ -212,10 +212,22 @@ def add_score(folder: Path, name: str, score: float) -> None:
 
 
 def read_run(folder: str | Path) -> tuple[RunConfig, Run]:
-    """Config and metrics of a finished or unfinished run, with the scores that `experiments.evaluate` added."""
+    """Config and metrics of a finished or unfinished run, with the scores that `experiments.evaluate` added.
+
+    Raises:
+        RunFolderError: the folder is none, or that of a warm start.
+        ReportError: the run has no complete step yet.
+    """
     run_folder = RunFolder(Path(folder))
-    config = from_mapping(RunConfig, run_folder.config())
+    stored = run_folder.config()
+    if "warmstart" in stored:
+        raise RunFolderError(
+            f"{folder} is a warm start, not an RL run; expected a run of experiments.train or compare."
+        )
+    config = from_mapping(RunConfig, stored)
     scores_path = run_folder.path / "scores.json"
     scores: dict[str, Any] = json.loads(scores_path.read_text()) if scores_path.exists() else {}
     rows = read_metrics(run_folder.metrics_path)
-    return config, Run(method=label(config), seed=config.seed, rows=rows, scores=scores)
+    return config, Run(
+        method=label(config), seed=config.seed, rows=rows, planned=config.rl.steps, scores=scores
+    )

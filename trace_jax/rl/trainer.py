@@ -39,8 +39,8 @@ class TrainState:
 class ForwardResult:
     """A trainer forward: log-probs and entropy `[B, S]`, and what the sites reported.
 
-    `counts` by guided layer, `audit` by layer (see `quant.numerics`); `route_agreement` is the share of recorded routes
-    that this model's own router would also have chosen.
+    `counts` by guided layer, `audit` by layer (see `quant.numerics`); `route_agreement` is the share of replayed routes
+    that this model's own router would also have chosen, None without replay.
     """
 
     logprobs: Any
@@ -88,7 +88,7 @@ class Trainer:
             guided_layers=self.spec.layers if batch.sites else (),
         )
         logprobs, entropy = token_logprobs(model.logits(out.hidden), batch.tokens, self.config.temperature)
-        agreement = jnp.float32(jnp.nan)
+        agreement = None
         if routes is not None:
             known = routes >= 0
             same = jnp.any(out.routes[..., :, None] == routes[..., None, :], axis=-1) & known
@@ -151,8 +151,9 @@ class Trainer:
             "policy/clipped_share": sums["clipped"] / tokens,
             "is/clipped_share": sums["is_clipped"] / tokens,
             "policy/entropy": sums["entropy"] / tokens,
-            "router/agreement": result.route_agreement,
         }
+        if result.route_agreement is not None:
+            metrics["router/agreement"] = result.route_agreement
         if "kl" in sums:
             metrics["policy/kl_reference"] = sums["kl"] / tokens
         mismatch = logprob_mismatch(result.logprobs, batch.rollout_logprobs, batch.sampled)

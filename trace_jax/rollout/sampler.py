@@ -182,15 +182,7 @@ class Sampler:
             stop = jnp.any(tokens[:, None] == stops[None, :], axis=-1) | (state.position + 1 >= state.limit)
             done = state.done | stop
             column, position, fed = tokens[:, None], state.position[:, None], ~done[:, None]
-            out = model(
-                column,
-                position,
-                fed,
-                numerics=numerics,
-                cache=state.cache,
-                guided_layers=self._recorded_layers,
-            )
-            logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
+            out, state = self._feed(model, numerics, state, column, fed)
             rows, audit = self._kept(out, column, position, fed)
             kept = {
                 "rows": rows,
@@ -199,14 +191,26 @@ class Sampler:
                 "logprob": jnp.where(sampled, logprobs, 0.0),
                 "sampled": sampled,
                 "fed": fed[:, 0],
-                "position": state.position,
+                "position": position[:, 0],
             }
-            state = dataclasses.replace(
-                state, cache=_lay_out(out.cache), logits=logits, position=state.position + ~done, done=done
-            )
-            return state, kept
+            return dataclasses.replace(state, done=done), kept
 
         return jax.lax.scan(step, state, length=self.rollout.chunk)
+
+    def _feed(self, model, numerics: Numerics, state: DecodeState, column, fed):
+        """Feeds one token `[N, 1]` to the sequences that are `fed` `[N, 1]`: the output and the state after it."""
+        out = model(
+            column,
+            state.position[:, None],
+            fed,
+            numerics=numerics,
+            cache=state.cache,
+            guided_layers=self._recorded_layers,
+        )
+        logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
+        return out, dataclasses.replace(
+            state, cache=_lay_out(out.cache), logits=logits, position=state.position + fed[:, 0]
+        )
 
     def rescore(self, params: nnx.State, trajectories: Trajectories) -> np.ndarray:
         """Log-probs float32 `[N, S]` that this rollout, with `params`, gives to the tokens of `trajectories`.
@@ -233,20 +237,7 @@ class Sampler:
             logprobs = jax.nn.log_softmax(scale_logits(state.logits, self.sampling.temperature), axis=-1)
             chosen = jnp.take_along_axis(logprobs, column, axis=1)[:, 0]
             fed = (state.position < lengths - 1)[:, None]
-            position = state.position[:, None]
-            out = model(
-                column,
-                position,
-                fed,
-                numerics=numerics,
-                cache=state.cache,
-                guided_layers=self._recorded_layers,
-            )
-            logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
-            state = dataclasses.replace(
-                state, cache=_lay_out(out.cache), logits=logits, position=state.position + fed[:, 0]
-            )
-            return state, chosen
+            return self._feed(model, numerics, state, column, fed)[1], chosen
 
         return jax.lax.scan(step, state, length=self.sampling.max_new_tokens)[1].T
 

@@ -67,7 +67,7 @@ class RunFolder:
             raise RunFolderError(
                 f"{run.path} holds files but no config.yaml, so it is not a run's folder: choose another run name"
             )
-        for folder in (run.path, run.checkpoints_path, run.figures_path):
+        for folder in (run.path, run.checkpoints_path):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(run.config_path, yaml.safe_dump(new, sort_keys=False).encode())
         starts = [*run.environments(), describe_environment()]
@@ -93,10 +93,6 @@ class RunFolder:
     @property
     def checkpoints_path(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def figures_path(self) -> Path:
-        return self.path / "figures"
 
     def config(self) -> dict[str, Any]:
         """The run's resolved configuration.

@@ -71,9 +71,6 @@ class ArithmeticTask:
         self.seed = seed
         self.max_prompt_tokens = max_prompt_tokens
         self.tokenizer = CharTokenizer(ALPHABET)
-        nines, multiplier = 10**config.max_digits - 1, 10**config.multiplier_digits - 1
-        operands = {"add": (nines, nines), "mul": (nines, multiplier)}
-        self.max_response_tokens = 1 + max(len(worked_answer(op, *operands[op])) for op in config.operations)
 
     def __len__(self) -> int:
         return self.size

@@ -16,9 +16,6 @@ class TaskError(ValueError):
 class Task(ProblemSource, Protocol):
     """A source of problems whose answers can be checked."""
 
-    max_response_tokens: int | None
-    """The longest worked answer with its end token, where the task can tell."""
-
     def score(self, completion: str, problem: Problem) -> float:
         """Reward in [0, 1] of the text that the policy wrote after the prompt, without special tokens."""
         ...

@@ -28,8 +28,6 @@ class ReasoningGymTask:
       TaskError: reasoning-gym is not installed, knows no such task, or refuses the options.
     """
 
-    max_response_tokens = None
-
     def __init__(
         self,
         dataset: str,

@@ -12,7 +12,8 @@ from flax import nnx
 from tests.trace_jax import small
 from trace_jax.guidance import GuidanceSpec
 from trace_jax.models.layers import MoE
-from trace_jax.quant import FakeQuantNumerics, QuantPlan, guides_of
+from trace_jax.quant import Bf16Numerics, FakeQuantNumerics, QuantPlan, guides_of
+from trace_jax.rollout.rerecord import rerecord
 
 MODEL = small.MODEL
 AUDITED = FakeQuantNumerics(plan=QuantPlan(), audit_rows=6)
@@ -139,7 +140,7 @@ def test_gradient_flows_through_the_gates_of_replayed_experts(rng):
 
 def recorded(layers):
     spec = GuidanceSpec(layers=layers, sites=("expert_input", "down_input", "key", "value"))
-    return small.record_as(small.rollout("trace_all_sites"), spec).record.sites
+    return rerecord(small.rollout("trace_all_sites"), spec).record.sites
 
 
 def guided(layers, sites, model=MODEL):
@@ -199,7 +200,7 @@ def test_identity_through_the_model():
     routes = small.routes(t)
     own_logits, own = unguided(t.tokens, t.fed, routes)
     codes = {site: audit.used for site, audit in own.every.items()}
-    record = small.record_as(dataclasses.replace(t, audit=codes), spec).record.sites
+    record = rerecord(dataclasses.replace(t, audit=codes), spec).record.sites
     logits, out = guided(everywhere, record)
     for site, counts in out.guided.items():
         assert counts.overruled.sum() == 0 and counts.values.min() > 0
@@ -229,3 +230,27 @@ def test_remat_gives_the_same_loss_and_gradients():
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(regrads), strict=True):
         assert np.isfinite(a).all() and np.any(np.asarray(a))
         np.testing.assert_allclose(b, a, rtol=1e-2, atol=1e-2 * np.abs(a).max())
+
+
+def test_embedding_gradients_sum_in_fp32():
+    """A token that occurs 512 times gets the sum of 512 gradients; BF16 sums would stop growing on the way."""
+    model = dataclasses.replace(MODEL, vocab_size=512, num_layers=1)
+    graphdef, params = small.masters(model)
+    moe, attention = params["blocks"]["moe"], params["blocks"]["attention"]
+    for weight in (moe["down"], attention["output"]):  # layers that add nothing: each row is on its own
+        weight.set_value(jnp.zeros_like(weight.get_value()))
+    table = params["embedding"]
+    table.set_value(jnp.broadcast_to(table.get_value()[:1], table.get_value().shape))
+    direction = np.random.default_rng(0).standard_normal((4, 128, model.hidden_size))
+
+    def loss(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(128, dtype=jnp.int32), tokens.shape)
+        out = nnx.merge(graphdef, params)(tokens, positions, positions >= 0, numerics=Bf16Numerics())
+        return jnp.sum(out.hidden.astype(jnp.float32) * direction)
+
+    gradient = jax.jit(jax.grad(loss))
+    each = gradient(params, jnp.arange(512, dtype=jnp.int32).reshape(4, 128))["embedding"].get_value()
+    once = gradient(params, jnp.zeros((4, 128), jnp.int32))["embedding"].get_value()
+    each = np.asarray(each, np.float64)
+    expected = each.sum(axis=0)
+    np.testing.assert_allclose(once[0], expected, atol=1e-5 * np.abs(each).sum(axis=0).max())

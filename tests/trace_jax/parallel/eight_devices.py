@@ -87,7 +87,9 @@ def train_step(params, mesh, batch, t):
     else:
         with jax.set_mesh(mesh):
             state = placed(state, mesh)
-            state, metrics, result = trainer.step(state, batch, normalizer)
+            on_mesh = batch.to_device()  # as the loop sends it: cut along the batch
+            assert len(on_mesh.routes.sharding.device_set) == 8
+            state, metrics, result = trainer.step(state, on_mesh, normalizer)
             masters = placed(TrainState(params=params, opt_state=()), mesh).params
             unguided = trainer.evaluate(masters, batch.without_guidance())[1]
     gradients = jax.tree.map(np.asarray, optax.tree.get(state.opt_state, "mu"))

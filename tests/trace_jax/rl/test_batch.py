@@ -9,6 +9,7 @@ import pytest
 from tests.trace_jax import small
 from trace_jax.guidance import RecordError
 from trace_jax.rl import make_batch
+from trace_jax.rl.batch import send_rows
 
 NAME = "trace_all_sites"
 
@@ -41,6 +42,23 @@ def test_rows_take_every_array_along():
     )
     for leaf, whole in zip(jax.tree.leaves(part.sites), jax.tree.leaves(batch.sites), strict=True):
         assert np.array_equal(leaf, whole[:, 2:5])
+
+
+def test_sent_rows_are_the_record():
+    t = small.rollout(NAME)
+    part = make(t).rows(slice(2, 5))
+    for sent in (None, send_rows(t.packed, slice(2, 5))):
+        there = part.to_device(sent)
+        assert there.packed is None and isinstance(there.routes, jax.Array)
+        assert small.equal_trees((there.routes, there.sites), (part.routes, part.sites))
+
+
+def test_an_exchanged_record_is_what_trains_not_the_bytes_it_came_with():
+    t = small.rollout(NAME)
+    sites = jax.tree.map(np.copy, t.record.sites)
+    exchanged = dataclasses.replace(t, record=dataclasses.replace(t.record, sites=sites))
+    batch = make(exchanged)
+    assert batch.packed is None and batch.to_device(send_rows(t.packed)).sites is sites
 
 
 def test_zero_length_responses():

@@ -21,7 +21,7 @@ SITES = small.ALL_SITES
 class Letters:
     """Rewards the share of letters a to g; a short task for a policy that knows nothing."""
 
-    name, max_prompt_tokens, max_response_tokens = "letters", 6, None
+    name, max_prompt_tokens = "letters", 6
     tokenizer = CharTokenizer("abcdefghijklmn")
 
     def __len__(self):

@@ -10,6 +10,7 @@ from kernels_pallas.formats import pack_bits, unpack_codes
 from tests.trace_jax import small
 from trace_jax.guidance import row_hash
 from trace_jax.rollout import concatenate
+from trace_jax.rollout.rerecord import rerecord
 
 NAME = "trace_all_sites"
 
@@ -62,7 +63,7 @@ def test_record_is_the_low_bits_of_the_audited_codes():
 def test_records_derived_from_the_audit_are_the_rollouts_own():
     """The helper that gives other methods their record is held to the real thing."""
     t = small.rollout(NAME)
-    derived = small.record_as(t, small.method(NAME).record_spec(small.MODEL)).record
+    derived = rerecord(t, small.method(NAME).record_spec(small.MODEL)).record
     for site, record in t.record.sites.items():
         for name in ("row_exponent", "scales", "mantissa"):
             mine, theirs = getattr(derived.sites[site], name), getattr(record, name)

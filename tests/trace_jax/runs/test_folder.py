@@ -17,7 +17,7 @@ def change(**train):
 def test_new_run_stores_config_and_environment(tmp_path):
     run = RunFolder.open(tmp_path, "demo", CONFIG)
     assert RunFolder(tmp_path / "demo").config() == CONFIG == run.config()
-    assert run.checkpoints_path.is_dir() and run.figures_path.is_dir()
+    assert run.checkpoints_path.is_dir()
     (environment,) = run.environments()
     assert environment["packages"]["jax"] == jax.__version__
     assert environment["devices"] == {

@@ -73,13 +73,6 @@ def test_partial_credit_is_small_and_off_by_default():
     assert task.score("", problem) == 0.0
 
 
-def test_response_bound_is_reached_and_short():
-    task = build(size=4000)
-    longest = max(len(task.tokenizer.encode(task.sample(i).worked)) + 1 for i in range(4000))
-    assert longest <= task.max_response_tokens <= 24
-    assert build(operations=("add",)).max_response_tokens == 20  # 9+9=18;9+9+1=19;198 and the end token
-
-
 def test_problems_are_a_function_of_seed_split_and_index():
     def prompts(**kwargs):
         return [task.sample(i).prompt for task in [build(**kwargs)] for i in range(50)]
