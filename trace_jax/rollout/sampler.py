@@ -169,7 +169,7 @@ class Sampler:
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def _decode(self, params, state: DecodeState, keys):
-        """`chunk` decode steps; outputs lead with the step axis."""
+        """`chunk` decode steps: the state, what was kept (led by the step axis), and whether all are done."""
         model = nnx.merge(self.graphdef, params)
         numerics = self._numerics(self.rollout.audit_rows)
         stops = jnp.asarray(self.sampling.stop_tokens, jnp.int32)
@@ -195,7 +195,8 @@ class Sampler:
             }
             return dataclasses.replace(state, done=done), kept
 
-        return jax.lax.scan(step, state, length=self.rollout.chunk)
+        state, kept = jax.lax.scan(step, state, length=self.rollout.chunk)
+        return state, kept, jnp.all(state.done)
 
     def _feed(self, model, numerics: Numerics, state: DecodeState, column, fed):
         """Feeds one token `[N, 1]` to the sequences that are `fed` `[N, 1]`: the output and the state after it."""
@@ -288,11 +289,12 @@ class Sampler:
         state, rows, audit = self._prefill(params, tokens, lengths)
         assembly.add_prefill(rows, audit)
         for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):
-            state, kept = self._decode(params, state, keys)
+            state, kept, finished = self._decode(params, state, keys)
+            # The flag first: copies leave the device in order, and the next chunk must not wait for the record's.
+            finished.copy_to_host_async()
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
-            finished = jnp.all(state.done)
             assembly.flush()  # the previous rows, while the device works on these
             assembly.add_chunk(kept)
-            if finished:  # waits for the chunk, not for the copy of its record
+            if finished:
                 break
         return assembly.finish(len(prompts) * r.group_size)
