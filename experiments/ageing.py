@@ -38,6 +38,12 @@ class AgeingConfig:
     rl: RLConfig
     optimizer: OptimizerConfig
 
+    def __post_init__(self):
+        if self.seeds < 1 or list(self.ages) != sorted(set(self.ages)) or not self.ages or self.ages[0] < 0:
+            raise ValueError(
+                f"seeds is {self.seeds}, ages {self.ages}; expected at least one seed and increasing ages from 0 on."
+            )
+
 
 @hydra.main(config_path=CONFIGS, config_name="ageing", version_base="1.3")
 @script

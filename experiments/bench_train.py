@@ -5,7 +5,8 @@
 
 Each method trains on a rollout of the same weights with its own record: same prompts, same routing replay, no audit, no
 control pass. Every timed step starts from the same state, with its record already on the device, as in the RL loop,
-which sends it while rewards are scored; what that copy and that scoring take is reported beside the table.
+which sends it while rewards are scored and the record is checked. A second set of rows times all of that: from the end
+of the rollout to the new state.
 """
 
 import functools
@@ -49,6 +50,19 @@ class TrainStep:
         jax.block_until_ready((state, batch))
         return lambda: jax.block_until_ready(self.trainer.step(state, batch, self.normalizer))
 
+    def after_rollout(self) -> Callable[[], None]:
+        """Prepares what follows a rollout in the RL loop: the record's copy under scoring and checks, the step."""
+        state = jax.tree.map(jnp.copy, self.state)
+        jax.block_until_ready(state)
+
+        def run():
+            sent = send_rows(self.batch.packed)
+            self.score()
+            batch = self.check().to_device(sent)
+            jax.block_until_ready(self.trainer.step(state, batch, self.normalizer))
+
+        return run
+
     def overlapped(self, repeats: int = 10) -> dict[str, float]:
         """The record's MB, and median ms: its copy to the device, and what the host does meanwhile."""
         packed = self.batch.packed
@@ -74,6 +88,9 @@ def main(config: DictConfig) -> None:
     steps = {method: TrainStep(Subject(bench, method)) for method in bench.methods}
     targets = {method: bench.target(method, "train") for method in bench.methods}
     results = time_pairs(steps, baseline, pairs=bench.pairs, targets=targets)
+    whole = {method: step.after_rollout for method, step in steps.items()}
+    whole = time_pairs(whole, baseline.after_rollout, pairs=bench.pairs, targets=targets)
+    results |= {f"{method}, from the end of the rollout": ratio for method, ratio in whole.items()}
     sizes["overlapped"] = {method: step.overlapped() for method, step in steps.items()}
     text = write_benchmark(
         "bench_train", results, bench, baseline=bench.baseline, what="train step", sizes=sizes

@@ -26,6 +26,7 @@ from trace_jax.rl.evaluation import precision_plan
 from trace_jax.rl.run import (
     RunConfig,
     add_score,
+    label,
     load_params,
     make_loop,
     score_policy,
@@ -35,7 +36,7 @@ from trace_jax.rl.run import (
 from trace_jax.rl.supervised import SupervisedConfig
 from trace_jax.rl.warmstart import WarmStartConfig, warm_start
 from trace_jax.runs import describe_environment
-from trace_jax.tasks import TaskConfig
+from trace_jax.tasks import TaskConfig, make_task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +62,9 @@ class CompareConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self):
-        if self.seeds < 1 or not self.methods:
+        if self.seeds < 1 or self.scored < 1 or not self.methods:
             raise ValueError(
-                f"seeds is {self.seeds} and methods {self.methods}; expected at least one of each."
+                f"seeds is {self.seeds}, scored {self.scored} and methods {self.methods}; expected at least one."
             )
 
 
@@ -117,8 +118,15 @@ def main(config: DictConfig) -> None:
     enable_compilation_cache(compare.root)
     for method in (*compare.methods, compare.baseline, compare.yardstick):
         method_config(method)  # a misspelt name fails before anything is trained
+    model = with_vocabulary(compare.model, compare.task)
     for precision in compare.precisions:
-        precision_plan(precision)
+        if plan := precision_plan(precision):
+            plan.check(
+                hidden_size=model.hidden_size,
+                expert_hidden_size=model.expert_hidden_size,
+                head_dim=model.head_dim,
+            )
+    make_task(compare.task, "eval")
     warm = WarmStartConfig(
         name="warmstart",
         root=str(folder),
@@ -128,7 +136,7 @@ def main(config: DictConfig) -> None:
     )
     warm_start(warm)
     runs = [run for method in compare.methods for run in run_method(compare, method, folder)]
-    params = load_params(folder / "warmstart", with_vocabulary(compare.model, compare.task))
+    params = load_params(folder / "warmstart", model)
     any_run = RunConfig(
         name="warmstart", model=compare.model, task=compare.task, method=method_config("bf16"), rl=compare.rl
     )
@@ -137,9 +145,10 @@ def main(config: DictConfig) -> None:
         "environment": describe_environment(),
         "warmstart_scores": scores_of(params, any_run, compare),
     }
-    table = write_report(
-        group_by_method(runs), folder, baseline=compare.baseline, yardstick=compare.yardstick, notes=notes
+    baseline, yardstick = (
+        label(method_config(name), compare.rl) for name in (compare.baseline, compare.yardstick)
     )
+    table = write_report(group_by_method(runs), folder, baseline=baseline, yardstick=yardstick, notes=notes)
     print(f"\n{table}\n\nScores of the warm start: {notes['warmstart_scores']}\nWritten to {folder}/")
 
 

@@ -9,6 +9,7 @@ per family and array, and exits with 1 if there is any.
 import argparse
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,9 @@ from jax import lax
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import Fp4Format, get_format, pack_bits
 from kernels_pallas.guided_round import MODES, Guide, compact_scales, guided_round
+from kernels_pallas.implementations import select
 from kernels_pallas.quantize import dequantize, quantize
+from kernels_pallas.quantize.api import IMPLEMENTATIONS as QUANTIZE
 
 Results = dict[str, jax.Array]
 
@@ -151,6 +154,12 @@ def main(argv: list[str] | None = None) -> int:
         "--implementation", default=None, help="implementation of the ops; default by platform"
     )
     args = parser.parse_args(argv)
+    if not Path(args.vectors).is_file():
+        parser.error(f"--vectors {args.vectors}: no such file")
+    try:
+        select("quantize", args.implementation, QUANTIZE)
+    except ValueError as error:
+        parser.error(f"--implementation: {error}")
 
     with np.load(args.vectors) as file:
         rows = compare(dict(file), args.implementation)

@@ -27,6 +27,12 @@ class EvaluateConfig:
     problems: int = 0
     temperature: float = 0.0
 
+    def __post_init__(self):
+        if self.problems < 0 or self.temperature < 0:
+            raise ValueError(
+                f"problems is {self.problems}, temperature {self.temperature}; expected at least 0."
+            )
+
 
 @hydra.main(config_path=CONFIGS, config_name="evaluate", version_base="1.3")
 @script

@@ -73,8 +73,25 @@ def test_an_empty_task(tmp_path):
 
 
 def test_a_prompt_longer_than_the_cache(tmp_path):
-    with pytest.raises(DataError, match=r"max_prompt_tokens is 4"):
-        train(run_config(tmp_path, "task.max_prompt_tokens=4"))
+    with pytest.raises(DataError, match=r"max_prompt_tokens is 3"):
+        train(run_config(tmp_path, "task.max_prompt_tokens=3"))
+    assert not any(tmp_path.iterdir())  # and the folder is free for the next try
+
+
+def test_a_held_out_set_that_is_empty(tmp_path):
+    with pytest.raises(TaskError, match=r"empty.*eval_size is 0"):
+        train(run_config(tmp_path, "task.eval_size=0", "rl.evaluate_every=1"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_guided_down_inputs_need_the_recorded_experts(tmp_path):
+    with pytest.raises(ConfigError, match=r"'trace_all_sites' guides 'down_input'.*Replay routes"):
+        make_loop(run_config(tmp_path, "method=trace_all_sites", "rl.replay_routes=false"))
+
+
+def test_audited_sequences_of_a_microbatch(tmp_path):
+    with pytest.raises(ConfigError, match=r"audit_sequences is 3; expected at most the 2 sequences"):
+        make_loop(run_config(tmp_path, "rl.audit_sequences=3", "optimizer.accumulation=4"))
 
 
 def test_a_vocabulary_that_is_too_small(tmp_path):

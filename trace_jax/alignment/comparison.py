@@ -6,14 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.alignment.plots import save_figures
-from trace_jax.alignment.summary import Run, against, markdown_table, summarize
+from trace_jax.alignment.summary import ReportError, Run, against, markdown_table, summarize
 
 
 def group_by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of one method together, in the order of first appearance."""
+    """Runs of one method together, in the order of first appearance.
+
+    Raises:
+        ReportError: one method and seed twice.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(run.method, []).append(run)
+        same = groups.setdefault(run.method, [])
+        if any(run.seed == other.seed for other in same):
+            raise ReportError(
+                f"two runs of {run.method!r} with seed {run.seed}: they would count as two seeds. Leave one out."
+            )
+        same.append(run)
     return groups
 
 

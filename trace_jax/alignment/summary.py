@@ -20,9 +20,6 @@ class Estimate:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
-
 
 class ReportError(ValueError):
     """Runs that cannot be reported; the message says which and why."""
@@ -107,6 +104,10 @@ def ratio_of(runs: Sequence[Run], others: Sequence[Run], name: str) -> Estimate 
 def edge_rewards(run: Run, share: float = 0.1) -> tuple[float, float]:
     """Mean reward of the first and of the last `share` of the steps (at least 3 steps each)."""
     rewards = series(run, "reward/mean")
+    if rewards.size != len(run.rows) or not np.isfinite(rewards).all():
+        raise ReportError(
+            f"run {run.method!r} (seed {run.seed}) has steps without a reward; its metrics are damaged."
+        )
     count = min(max(int(share * rewards.size), 3), rewards.size)
     return float(rewards[:count].mean()), float(rewards[-count:].mean())
 
@@ -134,15 +135,9 @@ def summarize(runs: Sequence[Run], sites: Sequence[str] = ("expert_input", "key"
         "seeds": [run.seed for run in runs],
         "steps": max(len(run.rows) for run in runs),
         "unfinished": [run.unfinished for run in runs if run.unfinished],
-        "reward_first": {"mean": float(edges[:, 0].mean()), "spread": float(edges[:, 0].std())},
-        "reward_last": {"mean": float(edges[:, 1].mean()), "spread": float(edges[:, 1].std())},
-        "scores": {
-            p: {
-                "mean": float(np.mean([run.scores[p] for run in runs if p in run.scores])),
-                "spread": float(np.std([run.scores[p] for run in runs if p in run.scores])),
-            }
-            for p in precisions
-        },
+        "reward_first": over_seeds(edges[:, 0]),
+        "reward_last": over_seeds(edges[:, 1]),
+        "scores": {p: over_seeds([run.scores[p] for run in runs if p in run.scores]) for p in precisions},
         "mismatch": {
             name: plain(mean_of(runs, f"mismatch/{name}"))
             for name in (
@@ -170,6 +165,14 @@ def summarize(runs: Sequence[Run], sites: Sequence[str] = ("expert_input", "key"
             for phase in ("rollout", "train", "sync")
             if any(series(run, f"time/{phase}").size > 1 for run in runs)
         },
+    }
+
+
+def over_seeds(values: Sequence[float] | np.ndarray) -> dict[str, float | None]:
+    """Mean and sample standard deviation; one seed has none."""
+    return {
+        "mean": float(np.mean(values)),
+        "spread": float(np.std(values, ddof=1)) if len(values) > 1 else None,
     }
 
 
@@ -243,7 +246,9 @@ def markdown_table(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def _spread(value: dict[str, float] | None) -> str:
-    return "-" if value is None else f"{value['mean']:.3f} ± {value['spread']:.3f}"
+    if value is None:
+        return "-"
+    return f"{value['mean']:.3f}" + ("" if value["spread"] is None else f" ± {value['spread']:.3f}")
 
 
 def _value(value: dict[str, float] | None) -> str:

@@ -58,6 +58,8 @@ class GuidanceSpec:
         get_format(self.format)
         if self.mode not in MODES:
             raise ConfigError(f"guidance mode is {self.mode!r}; expected one of {MODES}.")
+        if len(set(self.sites)) < len(self.sites):
+            raise ConfigError(f"guidance sites {self.sites} name one twice; expected distinct sites.")
         if not self.layers or not self.sites:
             raise ConfigError(
                 f"guidance has layers {self.layers} and sites {self.sites}; expected at least one each."

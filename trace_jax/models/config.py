@@ -47,6 +47,9 @@ class ModelConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; expected a positive size.")
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"model.{name} is {getattr(self, name)}; expected a positive number.")
         if self.vocab_size < 0:
             raise ValueError(
                 f"model.vocab_size is {self.vocab_size}; expected 0 (from the tokenizer) or more."

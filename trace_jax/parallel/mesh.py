@@ -85,15 +85,16 @@ def spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*(None if name is None else LOGICAL_AXES[name] for name in axes))
 
 
-def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    return NamedSharding(mesh, spec(axes))
-
-
-def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Pins the layout of an intermediate to the mesh set by `jax.set_mesh`; a no-op without one.
+def sharding(mesh: Mesh, axes: Sequence[str | None], shape: tuple[int, ...]) -> NamedSharding:
+    """Sharding of an array of `shape` by its logical `axes`.
 
     A dimension that its mesh axes do not divide stays whole: a batch of 2 on 4 devices is replicated, not refused.
     """
+    return NamedSharding(mesh, _fitting_spec(mesh, shape, axes))
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """Pins the layout of an intermediate to the mesh set by `jax.set_mesh`, see `sharding`; a no-op without one."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
@@ -105,7 +106,7 @@ def place(x: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.size == 1:
         return jax.device_put(x)
-    return jax.device_put(x, NamedSharding(mesh, _fitting_spec(mesh, x.shape, axes)))
+    return jax.device_put(x, sharding(mesh, axes, x.shape))
 
 
 def _fitting_spec(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes) -> PartitionSpec:
@@ -120,6 +121,9 @@ def _fitting_spec(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes) -> Pa
 def shard(tree: Any, mesh: Mesh, axes: Any) -> Any:
     """Puts every array of `tree` on the mesh by the logical axes at its place in `axes` (one tuple per array)."""
     shardings = jax.tree.map(
-        lambda names: sharding(mesh, names), axes, is_leaf=lambda a: isinstance(a, tuple | list)
+        lambda names, leaf: sharding(mesh, names, leaf.shape),
+        axes,
+        tree,
+        is_leaf=lambda a: isinstance(a, tuple | list),
     )
     return jax.device_put(tree, shardings)

@@ -57,6 +57,5 @@ class QuantPlan:
             if size % self.fp4.block:
                 raise PlanError(
                     f"{name} is {size}, not a multiple of the {self.format} block of {self.fp4.block}. Choose "
-                    f"{-(-size // self.fp4.block) * self.fp4.block}, or leave this tensor in BF16 "
-                    f"({'kv=false' if name.endswith('head_dim') else 'experts=false'})."
+                    f"{-(-size // self.fp4.block) * self.fp4.block}, or a format with smaller blocks."
                 )

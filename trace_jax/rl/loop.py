@@ -16,7 +16,7 @@ from trace_jax.config import ConfigError
 from trace_jax.guidance import HealthAlarm, PackedRows
 from trace_jax.guidance.budget import bytes_per_token, route_bytes_per_token
 from trace_jax.models import ModelConfig
-from trace_jax.quant import expert_guides, rollout_weights
+from trace_jax.quant import DOWN_INPUT, expert_guides, rollout_weights
 from trace_jax.rl.advantages import group_advantages
 from trace_jax.rl.batch import TrainBatch, make_batch, send_rows
 from trace_jax.rl.config import OptimizerConfig, RLConfig
@@ -58,6 +58,11 @@ class Loop:
             )
         self.model, self.method, self.config, self.task = model, method, config, task
         self.spec = method.record_spec(model)
+        if self.spec and DOWN_INPUT in self.spec.sites and not config.replay_routes:
+            raise ConfigError(
+                f"method {method.name!r} guides {DOWN_INPUT!r}, whose record belongs to the recorded experts; "
+                "rl.replay_routes=false lets the trainer choose others. Replay routes, or leave this site out."
+            )
         self.plan = method.rollout_plan()
         self.accumulation = optimizer.accumulation
         sampling = SamplingConfig(

@@ -12,7 +12,7 @@ from flax import nnx
 
 from trace_jax.alignment.summary import Run
 from trace_jax.config import ConfigError, from_mapping, to_mapping
-from trace_jax.data import prompt_iterator
+from trace_jax.data import encode_prompt, prompt_iterator
 from trace_jax.models import ModelConfig, abstract, create, logical_axes
 from trace_jax.parallel import MeshConfig, make_mesh, shard
 from trace_jax.rl.config import OptimizerConfig, RLConfig
@@ -40,6 +40,10 @@ class RunConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     rl: RLConfig = dataclasses.field(default_factory=RLConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+    def __post_init__(self):
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; expected at least 0.")
 
 
 def with_vocabulary(model: ModelConfig, task_config: TaskConfig) -> ModelConfig:
@@ -96,14 +100,24 @@ def make_loop(config: RunConfig) -> Loop:
 def train(config: RunConfig, *, loop: Loop | None = None, progress: Progress | None = None) -> Run:
     """Runs, or resumes, `config.root/config.name` to `config.rl.steps`.
 
-    A resumed run repeats the steps after its last checkpoint and gives the same metrics as an uninterrupted one.
+    A resumed run repeats the steps after its last checkpoint and gives the same metrics as an uninterrupted one. With a
+    constant learning rate a finished run goes on when it is given more steps.
     """
     # Everything that can refuse the config comes before the folder, which then belongs to it.
     loop, mesh = loop or make_loop(config), make_mesh(config.mesh)
-    folder = RunFolder.open(
-        config.root, config.name, to_mapping(config), primary=jax.process_index() == 0, may_change=("root",)
-    )
     task = loop.task
+    encode_prompt(task, task.sample(0))
+    if config.rl.evaluate_every:
+        make_task(config.task, "eval")
+    # A schedule that ends with the run would not be the one that the run began with.
+    may_change = ("root", "rl.steps") if config.optimizer.schedule == "constant" else ("root",)
+    folder = RunFolder.open(
+        config.root,
+        config.name,
+        to_mapping(config),
+        primary=jax.process_index() == 0,
+        may_change=may_change,
+    )
     iterator = prompt_iterator(task, config.rl.prompts, seed=config.seed)
     with (
         jax.set_mesh(mesh),
@@ -121,12 +135,12 @@ def train(config: RunConfig, *, loop: Loop | None = None, progress: Progress | N
             while loop.step < config.rl.steps:
                 _one_step(loop, iterator, config, folder, writer, checkpoints, progress)
     rows = read_metrics(folder.metrics_path)
-    return Run(method=label(config), seed=config.seed, rows=rows, planned=config.rl.steps)
+    return Run(method=label(config.method, config.rl), seed=config.seed, rows=rows, planned=config.rl.steps)
 
 
-def label(config: RunConfig) -> str:
-    """Name of a run's method in tables: guided weights are a switch of their own."""
-    return config.method.name + ("+weights" if config.rl.guide_weights else "")
+def label(method: MethodConfig, rl: RLConfig) -> str:
+    """Name of a method in tables: guided weights are a switch of their own, of FP4 trainers."""
+    return method.name + ("+weights" if rl.guide_weights and method.trainer != "bf16" else "")
 
 
 def start(loop: Loop, config: RunConfig, mesh: jax.sharding.Mesh) -> None:
@@ -226,8 +240,17 @@ def read_run(folder: str | Path) -> tuple[RunConfig, Run]:
         )
     config = from_mapping(RunConfig, stored)
     scores_path = run_folder.path / "scores.json"
-    scores: dict[str, Any] = json.loads(scores_path.read_text()) if scores_path.exists() else {}
+    try:
+        scores: dict[str, Any] = json.loads(scores_path.read_text()) if scores_path.exists() else {}
+    except ValueError as error:
+        raise RunFolderError(f"{scores_path} is not JSON ({error}); delete it and evaluate again.") from error
+    if not run_folder.metrics_path.exists():
+        raise RunFolderError(f"{folder} has no metrics.jsonl: the run has not made a step yet.")
     rows = read_metrics(run_folder.metrics_path)
     return config, Run(
-        method=label(config), seed=config.seed, rows=rows, planned=config.rl.steps, scores=scores
+        method=label(config.method, config.rl),
+        seed=config.seed,
+        rows=rows,
+        planned=config.rl.steps,
+        scores=scores,
     )

@@ -191,8 +191,8 @@ def state_shardings(model: ModelConfig, state: TrainState, mesh: jax.sharding.Me
         for start in range(len(path)):
             names = axes.get(_path(path[start:]))
             if names is not None and len(names) == np.ndim(leaf):
-                return sharding(mesh, names)
-        return sharding(mesh, ())
+                return sharding(mesh, names, np.shape(leaf))
+        return sharding(mesh, (), ())
 
     return jax.tree_util.tree_map_with_path(place, state)
 

@@ -28,10 +28,10 @@ class WarmStartConfig:
 
 def warm_start(config: WarmStartConfig) -> RunFolder:
     """Trains, resumes, or returns at once when it is already done. The checkpoint holds `train.params`."""
-    folder = RunFolder.open(config.root, config.name, to_mapping(config), may_change=("root",))
     model = with_vocabulary(config.model, config.task)
     sft = config.warmstart
     task = make_task(dataclasses.replace(config.task, train_size=sft.problems))
+    folder = RunFolder.open(config.root, config.name, to_mapping(config), may_change=("root",))
     trainer = SupervisedTrainer(graph_definition(model), model, sft)
     iterator = sft_iterator(task, sft.batch, length=sft.length, seed=config.seed)
     state, step = trainer.init(create(model, jax.random.key(config.seed))[1]), 0

@@ -61,9 +61,13 @@ class RunFolder:
         if not primary:
             return run
         new = yaml.safe_load(yaml.safe_dump(dict(config)))
-        if run.config_path.exists():
+        if run.config_path.exists() and run.has_results:
             _refuse_differences(run, run.config(), new, may_change)
-        elif run.path.exists() and any(_not_left_by_a_kill(entry) for entry in run.path.iterdir()):
+        elif (
+            not run.config_path.exists()
+            and run.path.exists()
+            and any(_not_left_by_a_kill(entry) for entry in run.path.iterdir())
+        ):
             raise RunFolderError(
                 f"{run.path} holds files but no config.yaml, so it is not a run's folder: choose another run name"
             )
@@ -93,6 +97,12 @@ class RunFolder:
     @property
     def checkpoints_path(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def has_results(self) -> bool:
+        """Whether anything was trained here yet. A start that failed before that does not bind the folder."""
+        metrics = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        return metrics or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
 
     def config(self) -> dict[str, Any]:
         """The run's resolved configuration.

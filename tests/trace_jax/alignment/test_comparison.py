@@ -42,6 +42,24 @@ def test_a_run_without_a_step_is_refused():
         run("trace", 1.0, steps=0, seed=3)
 
 
+def test_one_seed_twice_is_refused(tmp_path):
+    with pytest.raises(ReportError, match="two runs of 'qat' with seed 0"):
+        report(tmp_path, run("qat", 2.0), run("qat", 1.0))
+
+
+def test_a_row_without_a_reward_is_refused(tmp_path):
+    damaged = run("qat", 2.0)
+    damaged.rows[1]["reward/mean"] = "high"
+    with pytest.raises(ReportError, match=r"'qat' \(seed 0\) has steps without a reward"):
+        report(tmp_path, damaged)
+
+
+def test_spread_is_that_of_a_sample_and_one_seed_has_none(tmp_path):
+    text, summary = report(tmp_path, run("qat", 2.0), run("bf16", 1.0), run("bf16", 1.0, seed=1))
+    assert summary["methods"]["qat"]["reward_last"]["spread"] is None and "| 0.200 -> 0.200 |" not in text
+    assert summary["methods"]["bf16"]["reward_last"] == {"mean": pytest.approx(0.2), "spread": 0.0}
+
+
 def test_an_absent_baseline_is_said(tmp_path):
     text, _ = report(tmp_path, run("trace", 1.0), run("bf16", 1.0))
     assert "No ratios to `qat`: it is not among the methods." in text and "`bf16`: it is not" not in text

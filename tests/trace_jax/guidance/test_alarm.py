@@ -40,11 +40,11 @@ def exchanged():
     }
 
 
-def stale():
-    """The same tokens under other weights: a version from long ago."""
+def stale(moved=0.1):
+    """The same tokens under other weights: every weight `moved` by that share of itself since."""
     t = small.rollout(NAME)
     unguided = small.batch(NAME).without_guidance()
-    _, result = small.trainer(NAME).evaluate(small.perturbed(small.masters()[1], 0.5, 9), unguided)
+    _, result = small.trainer(NAME).evaluate(small.perturbed(small.masters()[1], moved, 9), unguided)
     codes = {site: audit.own for site, audit in jax.device_get(result.audit).items()}
     return rerecord(
         dataclasses.replace(t, audit=codes), small.method(NAME).record_spec(small.MODEL)
@@ -74,6 +74,14 @@ def test_forged_records_raise_it(baseline, forge, first_step):
     )
 
 
+@pytest.mark.parametrize("moved, later, first", [(0.01, True, False), (0.001, False, False)])
+def test_what_it_cannot_see(baseline, moved, later, first):
+    """Weights moved by a hundredth raise it once a baseline is set, not in the first step; a thousandth never does."""
+    counts = counts_under(forged(stale(moved)))
+    assert bool(HealthAlarm(dict(baseline)).observe(counts)) == later
+    assert bool(HealthAlarm().observe(counts)) == first
+
+
 # The first guided layer of `trace` lies behind eight unguided ones, where right records overrule many values too;
 # `trace_scale` has no bit to overrule anything, only scales.
 DEEP = dataclasses.replace(small.MODEL, num_layers=16)
@@ -91,7 +99,6 @@ def test_forged_records_raise_it_for_other_methods(name, model, first_step):
     sites = jax.tree.map(lambda leaf: np.roll(leaf, 1, axis=2), right.record.sites)
     wrong = dataclasses.replace(right, record=dataclasses.replace(right.record, sites=sites))
     alarm = HealthAlarm() if first_step else alarm
-    print(baseline, counts_under(wrong, name, model))
     assert alarm.observe(counts_under(wrong, name, model))
 
 

@@ -130,6 +130,8 @@ def main():
     )
     single, gradients = train_step(params, None, batch, t)
     sharded, others = train_step(params, mesh, batch, t)
+    # 17 tokens of vocabulary do not divide by 2: such a dimension stays whole.
+    tensor, _ = train_step(params, make_mesh(MeshConfig(data=4, tensor=2)), batch, t)
     gaps = {}
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(others), strict=True
@@ -147,6 +149,7 @@ def main():
                 "layers": layers(params, mesh, t.fed),
                 "single": single,
                 "sharded": sharded,
+                "tensor": tensor,
                 "gradient_gaps": gaps,
                 "rollout_words_that_differ": flips,
                 "rollout_tokens_that_agree": float(np.mean((again.tokens == t.tokens)[t.sampled])),

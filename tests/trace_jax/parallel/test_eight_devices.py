@@ -53,6 +53,12 @@ def test_whole_train_step_under_a_single_device_record(findings):
         assert gap < 0.02, path
 
 
+def test_tensor_parallel_with_a_vocabulary_that_does_not_divide(findings):
+    assert "tensor" in " ".join(findings["tensor"]["shardings"])
+    assert findings["tensor"]["loss"] == pytest.approx(findings["single"]["loss"], abs=1e-3)
+    assert max(findings["tensor"]["guided"].values()) <= 1e-4
+
+
 def test_unguided_mismatch_is_what_guidance_is_for(findings):
     unguided = findings["sharded"]["unguided"]
     print("unguided mismatch of the sharded trainer:", unguided)

@@ -47,7 +47,9 @@ def test_mesh_of_one_is_the_default_and_changes_nothing():
     with jax.set_mesh(mesh):
         assert constrain(x, ("batch", "embed")) is x
     placed = shard({"a": x}, mesh, {"a": ("batch", "act_embed")})
-    assert np.array_equal(placed["a"], x) and placed["a"].sharding == sharding(mesh, ("batch", "act_embed"))
+    assert np.array_equal(placed["a"], x) and placed["a"].sharding == sharding(
+        mesh, ("batch", "act_embed"), x.shape
+    )
 
 
 def test_optimiser_moments_lie_like_their_parameters():
