@@ -30,7 +30,7 @@ def test_sampler_refuses_a_model_that_no_block_divides():
 
     model = ModelConfig(vocab_size=7, head_dim=24)
     rollout = RolloutConfig(num_prompts=1, group_size=1, prompt_length=2)
-    with pytest.raises(ValueError, match=r"model\.head_dim is 24.*Choose 32, or leave this tensor in BF16"):
+    with pytest.raises(ValueError, match=r"model\.head_dim is 24.*Choose 32, or a format with smaller"):
         Sampler(abstract(model)[0], model, rollout, SamplingConfig(), plan=QuantPlan())
     with pytest.raises(ValueError, match="a BF16 rollout has no FP4 codes to record"):
         Sampler(
