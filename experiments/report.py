@@ -7,6 +7,8 @@ Runs of one method are seeds of it. Writes `summary.json`, `summary.md` and `fig
 
 import argparse
 import dataclasses
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from trace_jax.alignment.comparison import group_by_method, write_report
 from trace_jax.alignment.summary import ReportError
 from trace_jax.config import to_mapping
 from trace_jax.rl.run import RunConfig, label, read_run
+from trace_jax.runs import RunFolder
 
 
 def check_comparable(configs: Sequence[RunConfig], folders: Sequence[str]) -> None:
@@ -52,6 +55,10 @@ def main() -> None:
         Path(arguments.out),
         baseline=arguments.baseline,
         yardstick=arguments.yardstick,
+        notes={
+            "command": shlex.join(["python", "-m", "experiments.report", *sys.argv[1:]]),
+            "environments": {folder: RunFolder(Path(folder)).environments() for folder in arguments.runs},
+        },
     )
     print(table)
 
