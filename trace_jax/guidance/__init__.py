@@ -8,6 +8,7 @@ from trace_jax.guidance.record import (
     SiteRecord,
     check_record,
     check_routes,
+    check_site,
     row_hash,
 )
 from trace_jax.guidance.rows import LayerRows, PackedRows, is_backed, pack_layer, pack_rows, unpack_rows
@@ -27,6 +28,7 @@ __all__ = [
     "capture_site",
     "check_record",
     "check_routes",
+    "check_site",
     "is_backed",
     "mantissa_bits",
     "pack_layer",

@@ -42,6 +42,22 @@ class SiteRecord:
     site: str = dataclasses.field(metadata={"static": True})
     spec: GuidanceSpec = dataclasses.field(metadata={"static": True})
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row by these arrays' own account, `(..., width)`, for `check_site` where no model is at hand.
+
+        The width is a whole number of blocks, 0 for an array that is missing. Compact scales without codes do not say
+        how many of their last four blocks are padding: all count.
+        """
+        block = get_format(self.spec.format).block
+        array, values = {
+            "scale": (self.scales, 4 * block if self.spec.compact_scales else block),
+            "mantissa": (self.mantissa, 8),
+            "full": (self.words, 8),
+        }[self.spec.mode]
+        width = (0, *np.shape(array))[-1] * values
+        return (*np.shape(self.row_exponent)[3:], width // block * block)
+
     def guide(self) -> Guide:
         """The kernels' view of the record."""
         valid = self.row_exponent != 0
@@ -126,7 +142,7 @@ def check_record(
     if set(record.sites) != set(sites):
         raise RecordError(f"record has sites {sorted(record.sites)}, the trainer guides {sorted(sites)}.")
     for name in sites:
-        _check_site(name, record.sites[name], spec, row_shapes[name], tokens.shape)
+        check_site(name, record.sites[name], spec, row_shapes[name], tokens.shape)
 
 
 def check_routes(routes: np.ndarray, *, num_layers: int, num_experts: int, k: int, fed: np.ndarray) -> None:
@@ -157,9 +173,25 @@ def check_routes(routes: np.ndarray, *, num_layers: int, num_experts: int, k: in
         raise RecordError("routes name one expert twice for a token; a router chooses distinct experts.")
 
 
-def _check_site(
-    name: str, site: SiteRecord, spec: GuidanceSpec, row_shape: tuple[int, ...], batch_shape
+def check_site(
+    name: str,
+    site: SiteRecord,
+    spec: GuidanceSpec,
+    row_shape: tuple[int, ...],
+    batch_shape: tuple[int, ...],
 ) -> None:
+    """Refuses a site's record that lacks an array, or has one of another shape or dtype than its spec says.
+
+    Args:
+        name: of the site.
+        site: its record.
+        spec: what it must have been taken under.
+        row_shape: of one recorded row, e.g. `(G, d)` for keys.
+        batch_shape: (sequences, positions).
+
+    Raises:
+        RecordError: names the array, what it is and what was expected.
+    """
     if site.site != name:
         raise RecordError(
             f"the record under {name!r} was taken at {site.site!r}; sites must not be exchanged."
@@ -171,9 +203,10 @@ def _check_site(
     blocks = width // get_format(spec.format).block
     shapes = {
         "row_exponent": (rows, np.uint8),
-        "scales": ((*rows, -(-blocks // 4) if spec.compact_scales else blocks), np.uint8),
         "mantissa": ((*rows, width // 8), np.uint8) if spec.mode == "mantissa" else None,
         "words": ((*rows, width // 8), np.uint32) if spec.mode == "full" else None,
+        # After the codes: without them a `row_shape` of the record's own has no width, and they are what is missing.
+        "scales": ((*rows, -(-blocks // 4) if spec.compact_scales else blocks), np.uint8),
     }
     for field, wanted in shapes.items():
         value = getattr(site, field)

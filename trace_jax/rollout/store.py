@@ -1,21 +1,52 @@
 """Trajectories on disk: one self-describing file that a notebook or another process can open."""
 
 import dataclasses
+import io
 import json
 import zipfile
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import get_format
-from trace_jax.guidance import RECORD_VERSION, GuidanceRecord, GuidanceSpec, RecordError, SiteRecord
+from trace_jax.config import from_mapping
+from trace_jax.guidance import (
+    RECORD_VERSION,
+    GuidanceRecord,
+    GuidanceSpec,
+    RecordError,
+    SiteRecord,
+    check_record,
+    check_routes,
+    check_site,
+    resolve_layers,
+)
 from trace_jax.rollout.trajectories import Trajectories
 
 _ARRAYS = ("tokens", "prompt_length", "length", "logprobs")
 _RECORD = ("routes", "row_hash", "weight_version")
 _SITE = ("row_exponent", "scales", "mantissa", "words")
 _FP4 = ("words", "scales", "row_exponent")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Static:
+    """What a file says about its arrays, as JSON; `audit` is the format by site."""
+
+    format_version: int
+    audit_rows: tuple[int, ...]
+    sites: dict[str, Any]
+    audit: dict[str, str] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StaticSite:
+    """One entry of `sites`."""
+
+    site: str
+    spec: GuidanceSpec
 
 
 def save_trajectories(path: str | Path, trajectories: Trajectories) -> None:
@@ -44,43 +75,133 @@ def save_trajectories(path: str | Path, trajectories: Trajectories) -> None:
 
 
 def load_trajectories(path: str | Path) -> Trajectories:
-    """Reads what `save_trajectories` wrote.
+    """Reads what `save_trajectories` wrote, and checks that its parts belong together.
 
     Raises:
-        RecordError: the file is truncated, is not of this kind, or has another format version.
+        OSError: the file cannot be opened.
+        RecordError: the file is damaged, was changed, is not of this kind, or has another format version.
     """
+    with open(path, "rb") as file:
+        try:
+            return _rebuild(*_read(file))
+        except ValueError as error:  # of which RecordError and ConfigError are kinds
+            raise RecordError(
+                f"{path} is damaged or was not written by this version of the code; sample it again, or open another "
+                f"step. {error}"
+            ) from error
+
+
+def _read(file: BinaryIO) -> tuple[dict[str, np.ndarray], Any]:
+    """All arrays of the file, and what its `static` says."""
     try:
-        with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-        static = json.loads(str(arrays.pop("static")))
-    except (zipfile.BadZipFile, EOFError, KeyError, ValueError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+        with zipfile.ZipFile(file) as members:
+            # Whole members, not `np.load`: a damaged header that asks for fewer bytes would escape their checksum.
+            arrays = {
+                name.removesuffix(".npy"): np.lib.format.read_array(
+                    io.BytesIO(members.read(name)), allow_pickle=False
+                )
+                for name in members.namelist()
+            }
+        return arrays, json.loads(str(arrays.pop("static")))
+    # Three parsers (zip, npy, JSON) of bytes that may be anything: whatever they raise, the file is the reason.
+    except Exception as error:
+        raise RecordError(f"{type(error).__name__}: {error}") from error
+
+
+def _rebuild(arrays: dict[str, np.ndarray], static: Any) -> Trajectories:
+    """The trajectories of these arrays, after checks against each other. Takes the arrays out of the dictionary.
+
+    Raises:
+        ValueError: names what is missing, unknown, or does not fit the rest.
+    """
+    # Before anything else of it is read: another version may have other keys.
+    version = static.get("format_version") if isinstance(static, dict) else None
+    if version != RECORD_VERSION:
+        raise RecordError(f"record format version {version}, this code reads {RECORD_VERSION}.")
+    static = from_mapping(_Static, static, prefix="static")
+    entries = {
+        name: from_mapping(_StaticSite, entry, prefix=f"static.sites.{name}")
+        for name, entry in static.sites.items()
+    }
+    specs = {entry.spec for entry in entries.values()}
+    if len(specs) > 1 or any(set(spec.sites) != set(entries) for spec in specs):
         raise RecordError(
-            f"{path} is damaged or holds no trajectories ({type(error).__name__}: {error}); record it again."
-        ) from error
-    if static["format_version"] != RECORD_VERSION:
-        raise RecordError(
-            f"{path} has record format version {static['format_version']}, this code reads {RECORD_VERSION}."
+            f"sites {sorted(entries)} were recorded under {specs}; expected one spec of these sites."
         )
 
     def part(prefix, fields):
-        return {f: arrays.get(f"{prefix}/{f}") for f in fields}
+        return {f: arrays.pop(f"{prefix}/{f}", None) for f in fields}
 
-    sites = {}
-    for name, entry in static["sites"].items():
-        spec = entry["spec"] | {k: tuple(entry["spec"][k]) for k in ("layers", "sites")}
-        sites[name] = SiteRecord(
-            **part(f"sites/{name}", _SITE), site=entry["site"], spec=GuidanceSpec(**spec)
-        )
-    audit = static["audit"]
-    if audit is not None:
+    sites = {
+        name: SiteRecord(**part(f"sites/{name}", _SITE), site=entry.site, spec=entry.spec)
+        for name, entry in entries.items()
+    }
+    audit = None
+    if static.audit is not None:
         audit = {
-            name: Fp4Array(**part(f"audit/{name}", _FP4), format=get_format(f)) for name, f in audit.items()
+            name: Fp4Array(**part(f"audit/{name}", _FP4), format=get_format(format))
+            for name, format in static.audit.items()
         }
-    return Trajectories(
-        **{name: arrays[name] for name in _ARRAYS},
+    trajectories = Trajectories(
+        **{name: arrays.pop(name, None) for name in _ARRAYS},
         record=GuidanceRecord(sites=sites, **part("record", _RECORD)),
         audit=audit,
-        audit_rows=tuple(static["audit_rows"]),
+        audit_rows=static.audit_rows,
     )
+    if arrays:
+        raise RecordError(f"unknown arrays {sorted(arrays)}.")
+    _check(trajectories)
+    return trajectories
+
+
+def _check(t: Trajectories) -> None:
+    """RecordError unless all parts are there and fit together.
+
+    Against itself only: the model and the weights are unknown here, `rl.make_batch` compares those.
+    """
+    record = t.record
+    if np.ndim(t.tokens) != 2 or np.ndim(record.routes) != 4:
+        raise RecordError(
+            f"tokens are {_found(t.tokens)} and routes {_found(record.routes)}; expected [N, S] and [L, N, S, k]."
+        )
+    (n, s), (layers, *_, k) = t.tokens.shape, record.routes.shape
+    for name, value, dtype, shape in (
+        ("tokens", t.tokens, np.int32, (n, s)),
+        ("prompt_length", t.prompt_length, np.int32, (n,)),
+        ("length", t.length, np.int32, (n,)),
+        ("logprobs", t.logprobs, np.float32, (n, s)),
+        ("record/row_hash", record.row_hash, np.uint32, (n, s)),
+        ("record/weight_version", record.weight_version, np.int32, (n, s)),
+    ):
+        if value is None or value.dtype != dtype or value.shape != shape:
+            raise RecordError(f"{name} is {_found(value)}, expected {np.dtype(dtype)}{list(shape)}.")
+    if not ((t.prompt_length >= 0) & (t.prompt_length <= t.length) & (t.length <= s)).all():
+        raise RecordError(f"prompt_length and length are not ordered within the {s} positions.")
+    if not set(t.audit_rows) <= set(range(n)):
+        raise RecordError(f"audit_rows {list(t.audit_rows)} lie outside the {n} sequences.")
+
+    check_routes(record.routes, num_layers=layers, num_experts=np.iinfo(np.int64).max, k=k, fed=t.fed)
+    row_shapes = {name: site.row_shape for name, site in record.sites.items()}
+    for name, codes in (t.audit or {}).items():
+        # An audit sample is a full record of all layers.
+        spec = GuidanceSpec(
+            format=codes.format.name, mode="full", layers=tuple(range(layers)), sites=(f"audit/{name}",)
+        )
+        full = SiteRecord(**{f: getattr(codes, f) for f in _FP4}, site=f"audit/{name}", spec=spec)
+        row_shapes[name] = full.row_shape
+        check_site(full.site, full, spec, full.row_shape, (len(t.audit_rows), s))
+    spec = next((site.spec for site in record.sites.values()), None)
+    if spec is not None:
+        resolve_layers(spec.layers, layers)
+    check_record(
+        record,
+        spec=spec,
+        row_shapes=row_shapes,
+        tokens=t.tokens,
+        fed=t.fed,
+        weight_version=record.weight_version,
+    )
+
+
+def _found(value: np.ndarray | None) -> str:
+    return "missing" if value is None else f"{value.dtype}{list(value.shape)}"
