@@ -19,8 +19,8 @@ from experiments.common import CONFIGS, enable_compilation_cache, method_config,
 from trace_jax.alignment.comparison import group_by_method, write_report
 from trace_jax.alignment.summary import Run
 from trace_jax.config import from_mapping
-from trace_jax.models import ModelConfig
-from trace_jax.parallel import MeshConfig
+from trace_jax.models import ModelConfig, logical_axes
+from trace_jax.parallel import MeshConfig, make_mesh, shard
 from trace_jax.rl import OptimizerConfig, RLConfig
 from trace_jax.rl.evaluation import precision_plan
 from trace_jax.rl.run import (
@@ -136,7 +136,9 @@ def main(config: DictConfig) -> None:
     )
     warm_start(warm)
     runs = [run for method in compare.methods for run in run_method(compare, method, folder)]
+    # Laid out like those of the runs, so that scoring does not compile again.
     params = load_params(folder / "warmstart", model)
+    params = shard(params, make_mesh(compare.mesh), logical_axes(params))
     any_run = RunConfig(
         name="warmstart", model=compare.model, task=compare.task, method=method_config("bf16"), rl=compare.rl
     )
