@@ -58,7 +58,10 @@ for _group, _default in {
 
 
 def script(main: Callable) -> Callable:
-    """Ends a script with the message of an expected error and exit status 2, without a traceback."""
+    """Ends a script with the message of an expected error and exit status 2, without a traceback.
+
+    In a sweep the rest still runs, and Hydra then reports the error in its own way.
+    """
 
     @functools.wraps(main)
     def run(*args):

@@ -28,7 +28,7 @@ class EvaluateConfig:
     temperature: float = 0.0
 
     def __post_init__(self):
-        if self.problems < 0 or self.temperature < 0:
+        if self.problems < 0 or not 0 <= self.temperature < float("inf"):
             raise ValueError(
                 f"problems is {self.problems}, temperature {self.temperature}; expected at least 0."
             )

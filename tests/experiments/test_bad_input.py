@@ -75,7 +75,7 @@ def test_an_empty_task(tmp_path):
 def test_a_prompt_longer_than_the_cache(tmp_path):
     with pytest.raises(DataError, match=r"max_prompt_tokens is 3"):
         train(run_config(tmp_path, "task.max_prompt_tokens=3"))
-    assert not any(tmp_path.iterdir())  # and the folder is free for the next try
+    assert not any(tmp_path.iterdir())  # the name is still free
 
 
 def test_a_held_out_set_that_is_empty(tmp_path):

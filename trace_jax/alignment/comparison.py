@@ -1,6 +1,7 @@
 """The report of several methods: summary as JSON and Markdown, and figures."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,22 @@ def write_report(
     ratios = against(methods, yardstick=yardstick, baseline=baseline)
     summary = {"methods": summaries, "ratios": ratios, "notes": notes or {}}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    (folder / "summary.json").write_text(json.dumps(_without_nan(summary), indent=1, allow_nan=False) + "\n")
     text = "\n\n".join(
         [markdown_table(summaries), _ratio_table(ratios, baseline, yardstick), _layer_table(summaries)]
     )
     (folder / "summary.md").write_text(text + "\n")
     save_figures(methods, folder / "figures")
     return text
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null in their place."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ratio_table(ratios: dict[str, dict[str, Any]], baseline: str, yardstick: str) -> str:

@@ -18,7 +18,10 @@ def _curves(methods: Methods, metric: str, label: str, path: Path, *, log: bool,
     fig, ax = plt.subplots(figsize=(7, 4), constrained_layout=True)
     for method, runs in methods.items():
         # Seeds of unequal length, or a metric that some steps lack: the steps that all of them have.
-        curves = [{row["step"]: row[metric] for row in run.rows if metric in row} for run in runs]
+        curves = [
+            {row["step"]: row[metric] for row in run.rows if isinstance(row.get(metric), int | float)}
+            for run in runs
+        ]
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
         if not steps:
             continue

@@ -158,6 +158,7 @@ def summarize(runs: Sequence[Run], sites: Sequence[str] = ("expert_input", "key"
         "bytes_per_token": plain(mean_of(runs, "guidance/bytes_per_token")),
         "route_bytes_per_token": plain(mean_of(runs, "routes/bytes_per_token")),
         "is_clipped_share": plain(mean_of(runs, "is/clipped_share")),
+        "gap_by_age": gap_by_age(runs),
         "alarms": float(sum(series(run, "guidance/alarm").sum() for run in runs)),
         # The first step compiles; medians leave it out.
         "seconds": {
@@ -165,6 +166,16 @@ def summarize(runs: Sequence[Run], sites: Sequence[str] = ("expert_input", "key"
             for phase in ("rollout", "train", "sync")
             if any(series(run, f"time/{phase}").size > 1 for run in runs)
         },
+    }
+
+
+def gap_by_age(runs: Sequence[Run]) -> dict[str, float]:
+    """Mean log-prob gap by optimiser steps since the rollout, where there are several minibatches."""
+    names = sorted({name for run in runs for row in run.rows for name in row if name.endswith(f"/{GAP}")})
+    ages = [name for name in names if name.startswith("age_")]
+    return {
+        name.split("/")[0].removeprefix("age_"): float(np.mean([series(run, name).mean() for run in runs]))
+        for name in ages
     }
 
 

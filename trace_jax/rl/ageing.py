@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trace_jax.config import ConfigError
 from trace_jax.data import prompt_iterator
 from trace_jax.quant import rollout_weights
 from trace_jax.rl.advantages import group_advantages
@@ -52,7 +53,7 @@ def age_rollout(loop: Loop, params: Any, seed: int, ages: Sequence[int]) -> list
         ages: increasing numbers of steps after which to measure.
     """
     if loop.config.minibatches != 1 or loop.accumulation != 1:
-        raise ValueError(
+        raise ConfigError(
             "ageing needs rl.minibatches=1 and optimizer.accumulation=1: every step sees the whole batch."
         )
     loop.start(jax.tree.map(jnp.copy, params), seed)

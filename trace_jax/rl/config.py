@@ -23,8 +23,9 @@ def check_range(
         low = value > above if above is not None else value >= at_least
         if not (low and value < below and math.isfinite(value)):
             bound = f"above {above}" if above is not None else f"at least {at_least}"
+            bound = "" if at_least == -math.inf else f" {bound}"
             upper = "" if below == math.inf else f" and below {below}"
-            raise ValueError(f"{section}.{name} is {value}; expected a finite number {bound}{upper}.")
+            raise ValueError(f"{section}.{name} is {value}; expected a finite number{bound}{upper}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

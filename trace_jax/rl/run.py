@@ -42,8 +42,8 @@ class RunConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; expected at least 0.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; expected 0 to 2**32 - 1, which JAX's keys tell apart.")
 
 
 def with_vocabulary(model: ModelConfig, task_config: TaskConfig) -> ModelConfig:
@@ -124,6 +124,10 @@ def train(config: RunConfig, *, loop: Loop | None = None, progress: Progress | N
         Checkpoints(folder.checkpoints_path, keep=config.rl.keep_checkpoints) as checkpoints,
     ):
         latest = checkpoints.latest_step()
+        if latest is not None and latest > config.rl.steps:
+            raise ConfigError(
+                f"rl.steps is {config.rl.steps}, but {folder.path} has already made {latest} steps."
+            )
         # A checkpoint holds everything: what the run started from is needed no more.
         start(loop, config if latest is None else dataclasses.replace(config, init_from=None), mesh)
         if latest is not None:

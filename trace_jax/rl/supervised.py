@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.models import ModelConfig
 from trace_jax.quant import Bf16Numerics
+from trace_jax.rl.config import check_range
 from trace_jax.rl.trainer import TrainState
 from trace_jax.rollout import token_logprobs
 
@@ -29,11 +30,9 @@ class SupervisedConfig:
     learning_rate: float = 3e-3
 
     def __post_init__(self):
-        for name in ("problems", "steps", "batch", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"warmstart.{name} is {getattr(self, name)}; expected at least 1.")
-        if not self.learning_rate > 0:
-            raise ValueError(f"warmstart.learning_rate is {self.learning_rate}; expected a positive number.")
+        check_range("warmstart", self, "problems", "steps", "batch", at_least=1)
+        check_range("warmstart", self, "length", at_least=2)  # a token to predict, and one before it
+        check_range("warmstart", self, "learning_rate", above=0.0)
 
     def optimizer(self) -> optax.GradientTransformation:
         warmup = max(self.steps // 10, 1)

@@ -25,6 +25,12 @@ class WarmStartConfig:
     warmstart: SupervisedConfig = dataclasses.field(default_factory=SupervisedConfig)
     checkpoint_every: int = 100
 
+    def __post_init__(self):
+        if not 0 <= self.seed < 2**32 or self.checkpoint_every < 1:
+            raise ValueError(
+                f"seed is {self.seed}, checkpoint_every {self.checkpoint_every}; expected 0 to 2**32 - 1, and 1 or more."
+            )
+
 
 def warm_start(config: WarmStartConfig) -> RunFolder:
     """Trains, resumes, or returns at once when it is already done. The checkpoint holds `train.params`."""

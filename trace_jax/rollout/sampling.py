@@ -23,7 +23,7 @@ class SamplingConfig:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; expected 0 (greedy) or more.")
         if self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; expected 0 (off) or more.")

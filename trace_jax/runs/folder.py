@@ -61,13 +61,9 @@ class RunFolder:
         if not primary:
             return run
         new = yaml.safe_load(yaml.safe_dump(dict(config)))
-        if run.config_path.exists() and run.has_results:
+        if run.config_path.exists():
             _refuse_differences(run, run.config(), new, may_change)
-        elif (
-            not run.config_path.exists()
-            and run.path.exists()
-            and any(_not_left_by_a_kill(entry) for entry in run.path.iterdir())
-        ):
+        elif run.path.exists() and any(_not_left_by_a_kill(entry) for entry in run.path.iterdir()):
             raise RunFolderError(
                 f"{run.path} holds files but no config.yaml, so it is not a run's folder: choose another run name"
             )
@@ -100,7 +96,7 @@ class RunFolder:
 
     @property
     def has_results(self) -> bool:
-        """Whether anything was trained here yet. A start that failed before that does not bind the folder."""
+        """Whether anything was trained here yet."""
         metrics = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
         return metrics or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
 
@@ -140,9 +136,12 @@ def _refuse_differences(run: RunFolder, old: dict, new: dict, may_change: Collec
     ]
     if differences:
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        way_out = "or the values of the run to resume it"
+        if not run.has_results:
+            way_out = "or delete the folder: nothing was trained there yet, unless it has just been started"
         raise RunFolderError(
             f"run {run.path} was started with another configuration ({'; '.join(differences[:_SHOWN])}{more}). "
-            "Use another run name, or the values of the run to resume it"
+            f"Use another run name, {way_out}"
         )
 
 

@@ -31,6 +31,24 @@ def test_a_gap_of_zero_has_no_ratio_and_the_json_stays_valid(tmp_path):
     assert "logprob_abs_diff_mean_over_bf16" not in summary["ratios"]["qat"]
 
 
+def test_what_is_not_finite_becomes_null(tmp_path):
+    damaged = run("trace", 1.0)
+    for row in damaged.rows:
+        row |= {"alignment_by_layer/key/code_mismatch": [float("nan"), 0.1], "guidance/alarm": float("nan")}
+    damaged.rows[0][GAP] = None
+    _, summary = report(tmp_path, damaged, run("qat", 2.0))
+    assert summary["methods"]["trace"]["code_mismatch_by_layer"] == {"key": [None, pytest.approx(0.1)]}
+    assert summary["methods"]["trace"]["alarms"] is None
+
+
+def test_gap_by_age(tmp_path):
+    several = run("trace", 1.0)
+    for row in several.rows:
+        row |= {f"age_{n}/{GAP}": 0.5 * n for n in range(3)}
+    _, summary = report(tmp_path, several)
+    assert summary["methods"]["trace"]["gap_by_age"] == {"0": 0.0, "1": 0.5, "2": 1.0}
+
+
 def test_an_unfinished_run_is_marked(tmp_path):
     text, summary = report(tmp_path, run("qat", 2.0), run("qat", 2.0, steps=2, seed=1))
     assert "| qat (unfinished: seed 1: 2 of 4 steps) |" in text

@@ -27,9 +27,7 @@ from trace_jax.rl import OptimizerConfig, RLConfig
     ],
 )
 def test_rl_ranges(name, value):
-    with pytest.raises(
-        ValueError, match=rf"rl\.{name} is {value}; expected a finite number (above|at least)"
-    ):
+    with pytest.raises(ValueError, match=rf"rl\.{name} is {value}; expected a finite number"):
         RLConfig(**{name: value})
 
 
