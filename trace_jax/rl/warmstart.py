@@ -28,7 +28,7 @@ class WarmStartConfig:
     def __post_init__(self):
         if not 0 <= self.seed < 2**32 or self.checkpoint_every < 1:
             raise ValueError(
-                f"seed is {self.seed}, checkpoint_every {self.checkpoint_every}; expected 0 to 2**32 - 1, and 1 or more."
+                f"seed is {self.seed}, checkpoint_every {self.checkpoint_every}; expected 0 .. 2**32 - 1 and 1 or more."
             )
 
 
