@@ -20,7 +20,6 @@ from jax import lax
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import Fp4Format, get_format, pack_bits
 from kernels_pallas.guided_round import MODES, Guide, compact_scales, guided_round
-from kernels_pallas.implementations import select
 from kernels_pallas.quantize import dequantize, quantize
 from kernels_pallas.quantize.api import IMPLEMENTATIONS as QUANTIZE
 
@@ -156,10 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not Path(args.vectors).is_file():
         parser.error(f"--vectors {args.vectors}: no such file")
-    try:
-        select("quantize", args.implementation, QUANTIZE)
-    except ValueError as error:
-        parser.error(f"--implementation: {error}")
+    if args.implementation not in (None, *QUANTIZE):
+        parser.error(f"--implementation {args.implementation}: expected one of {', '.join(sorted(QUANTIZE))}")
 
     with np.load(args.vectors) as file:
         rows = compare(dict(file), args.implementation)

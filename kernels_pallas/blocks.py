@@ -1,12 +1,13 @@
 """A tensor's magnitudes in blocks, and the maxima that scales are made of. Shared by the quantizing ops."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Bool, Float32, Int32, Integer, Shaped
 
 from kernels_pallas import formats
-from kernels_pallas.arrays import check_axis, check_block, expand_rows
+from kernels_pallas.arrays import Fp4Codes, check_axis, check_block, expand_rows
 from kernels_pallas.formats import Fp4Format
 
 
@@ -41,10 +42,30 @@ class Blocks:
         """A per-row array, so that it broadcasts against `amax`."""
         return expand_rows(rows, len(self.shape), self.axis)
 
-    def codes(self, magnitude_codes: Int32[Array, "..."]) -> UInt8[Array, "..."]:
-        """4-bit codes in the input's shape: the sign added, except to code 0."""
-        signed = magnitude_codes + jnp.where(self.negative & (magnitude_codes > 0), 8, 0)
-        return signed.astype(jnp.uint8).reshape(self.shape)
+    def signed(self, magnitude_codes: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """4-bit codes: the sign added, except to code 0."""
+        return magnitude_codes + jnp.where(self.negative & (magnitude_codes > 0), 8, 0)
+
+
+class BlockCodes(NamedTuple):
+    """A quantized tensor while it is computed: all int32.
+
+    `codes` are signed, in the shape of `Blocks.magnitude`; `scales` one byte per block; `row_exponent` one per row.
+    """
+
+    codes: Int32[Array, "..."]
+    scales: Int32[Array, "..."]
+    row_exponent: Int32[Array, "..."]
+
+    def stored(self, blocks: Blocks, format: Fp4Format) -> Fp4Codes:
+        """The same in one byte per code, in the input's shape."""
+        return Fp4Codes(
+            codes=self.codes.astype(jnp.uint8).reshape(blocks.shape),
+            scales=self.scales.astype(jnp.uint8),
+            row_exponent=self.row_exponent.astype(jnp.uint8),
+            format=format,
+            axis=blocks.axis,
+        )
 
 
 def split_blocks(x: Shaped[Array, "..."], format: Fp4Format, axis: int) -> Blocks:
@@ -55,9 +76,15 @@ def split_blocks(x: Shaped[Array, "..."], format: Fp4Format, axis: int) -> Block
     """
     check_axis(axis)
     check_block(x.shape[axis], axis, format)
-    bits = formats.signed_bits(x)
-    split = (*x.shape[:axis], x.shape[axis] // format.block, format.block, *x.shape[x.ndim + axis + 1 :])
-    bits = bits.reshape(split)
+    return split_bits(formats.signed_bits(x), format, axis)
+
+
+def split_bits(bits: Int32[Array, "..."], format: Fp4Format, axis: int) -> Blocks:
+    """The blocks of a tensor given by the float32 bits of its BF16 values."""
+    shape = bits.shape
+    bits = bits.reshape(
+        (*shape[:axis], shape[axis] // format.block, format.block, *shape[len(shape) + axis + 1 :])
+    )
     magnitude = bits & 0x7FFFFFFF
     # Magnitudes compare like their bits, so maxima are integer maxima: exact, subnormals and NaN included.
     finite = jnp.where(magnitude < formats.INFINITY_BITS, magnitude, 0)
@@ -67,22 +94,20 @@ def split_blocks(x: Shaped[Array, "..."], format: Fp4Format, axis: int) -> Block
         amax=jnp.max(finite, axis=axis),
         non_finite=jnp.max(magnitude, axis=axis) >= formats.INFINITY_BITS,
         axis=axis,
-        shape=x.shape,
+        shape=shape,
     )
 
 
 def own_scales(
-    blocks: Blocks, row_exponent: UInt8[Array, "..."], format: Fp4Format, multiplier: float = 1 / 6
-) -> UInt8[Array, "..."]:
+    blocks: Blocks, row_exponent: Integer[Array, "..."], format: Fp4Format, multiplier: float = 1 / 6
+) -> Int32[Array, "..."]:
     """Scale bytes under the given row exponents (rule 2), poisoned where a block is not finite (rule 4)."""
     amax = scaled(blocks.amax, blocks.expand_rows(row_exponent), format)
-    return jnp.where(
-        blocks.non_finite, jnp.uint8(format.poison), formats.encode_scales(amax, format, multiplier)
-    )
+    return jnp.where(blocks.non_finite, format.poison, formats.encode_scales(amax, format, multiplier))
 
 
 def scaled(
-    magnitude: Int32[Array, "..."], row_exponent: UInt8[Array, "..."], format: Fp4Format
+    magnitude: Int32[Array, "..."], row_exponent: Integer[Array, "..."], format: Fp4Format
 ) -> Float32[Array, "..."]:
     """|x| / 2^e from the bits of |x|: exact, or below 2^-126, where every use of it counts it as 0."""
     value = formats.from_bits(magnitude)
@@ -91,7 +116,7 @@ def scaled(
     return value * formats.power_of_two(formats.ROW_EXPONENT_BIAS - row_exponent.astype(jnp.int32))
 
 
-def threshold_scales(scales: UInt8[Array, "..."], format: Fp4Format) -> Float32[Array, "..."]:
+def threshold_scales(scales: Integer[Array, "..."], format: Fp4Format) -> Float32[Array, "..."]:
     """Scales for `formats.nearest_magnitude`: Inf in place of 0, so that scale 0 gives code 0 (rule 3)."""
     value = formats.decode_scales(scales, format)
     return jnp.where(value == 0, jnp.inf, value) if format.scale_dtype == "e4m3" else value

@@ -1,15 +1,16 @@
 """Number formats: E2M1 codes, E4M3 and E8M0 block scales, power-of-two row scales, and their packing.
 
 Everything here is exact on every backend: exponents are read from bits, products have few enough significant
-bits to be exact in float32, and nothing is divided (float32 division is not correctly rounded on GPUs). The
-rule numbers in the docstrings are those of the numeric contract.
+bits to be exact in float32, and nothing is divided (float32 division is not correctly rounded on GPUs). Codes
+and scale bytes are int32 here, which every backend computes with, Pallas kernels on TPUs included; they become
+uint8 where they are stored. The rule numbers in the docstrings are those of the numeric contract.
 """
 
 import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Integer, Shaped, UInt8, UInt32
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of each 3-bit code; bit 3 of a 4-bit code is the sign."""
@@ -104,7 +105,7 @@ def power_of_two(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return from_bits((exponent + 127) << 23)
 
 
-def row_scale(row_exponent: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def row_scale(row_exponent: Integer[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """2^(byte - 127), the row scale (rule 1)."""
     return power_of_two(row_exponent.astype(jnp.int32) - ROW_EXPONENT_BIAS)
 
@@ -120,20 +121,20 @@ def _ceil_log2_ratio(bits: Int32[Array, "*shape"], divisor: float) -> Int32[Arra
 
 def row_exponent_from_amax(
     amax_bits: Int32[Array, "*shape"], divisor: float = 2688.0
-) -> UInt8[Array, "*shape"]:
+) -> Int32[Array, "*shape"]:
     """Exponent byte e + 127 of the row scale, e = clip(ceil(log2(amax / divisor)), -100, 116) (rule 1).
 
     `amax_bits` are the float32 bits of the row's largest finite magnitude. 2688 = 6 x 448; zero and subnormal
     amax fall below the clip.
     """
     e = jnp.clip(_ceil_log2_ratio(amax_bits, divisor), MIN_EXPONENT, MAX_ROW_EXPONENT)
-    return (e + ROW_EXPONENT_BIAS).astype(jnp.uint8)
+    return e + ROW_EXPONENT_BIAS
 
 
 # --- block scales ---------------------------------------------------------------------------------
 
 
-def encode_e4m3(value: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+def encode_e4m3(value: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """E4M3 byte of 0 <= value, nearest even, clipped to 448 first, subnormals kept (rule 2)."""
     value = jnp.minimum(value, 448.0)
     bits = lax.bitcast_convert_type(value, jnp.int32)
@@ -141,12 +142,12 @@ def encode_e4m3(value: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     # bias.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = jnp.round(value * 512.0).astype(jnp.int32)  # multiples of 2^-9; 8 is the first normal byte
-    return jnp.where(value < 2.0**-6, subnormal, normal).astype(jnp.uint8)
+    return jnp.where(value < 2.0**-6, subnormal, normal)
 
 
 def encode_scales(
     block_amax: Float32[Array, "*shape"], format: Fp4Format, multiplier: float = 1 / 6
-) -> UInt8[Array, "*shape"]:
+) -> Int32[Array, "*shape"]:
     """Scale byte of a finite block from its largest magnitude, in units of the row scale (rule 2).
 
     NVFP4: E4M3(min(amax x multiplier, 448)), `multiplier` taken as float32. MXFP4: the byte of 2^e,
@@ -155,15 +156,15 @@ def encode_scales(
     if format.scale_dtype == "e4m3":
         return encode_e4m3(block_amax * jnp.float32(multiplier))
     e = _ceil_log2_ratio(lax.bitcast_convert_type(block_amax, jnp.int32), 6.0)
-    return (jnp.clip(e, MIN_EXPONENT, MAX_MXFP4_EXPONENT) + ROW_EXPONENT_BIAS).astype(jnp.uint8)
+    return jnp.clip(e, MIN_EXPONENT, MAX_MXFP4_EXPONENT) + ROW_EXPONENT_BIAS
 
 
-def poisoned(scales: UInt8[Array, "*shape"], format: Fp4Format) -> Bool[Array, "*shape"]:
+def poisoned(scales: Integer[Array, "*shape"], format: Fp4Format) -> Bool[Array, "*shape"]:
     """Where a scale byte is not one of a finite block: NaN, or a negative E4M3 number."""
     return scales >= format.poison
 
 
-def decode_scales(scales: UInt8[Array, "*shape"], format: Fp4Format) -> Float32[Array, "*shape"]:
+def decode_scales(scales: Integer[Array, "*shape"], format: Fp4Format) -> Float32[Array, "*shape"]:
     """float32 value of each scale byte; NaN where `poisoned`."""
     byte = scales.astype(jnp.int32)
     if format.scale_dtype == "e4m3":

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from kernels_pallas.decode_attention import reference
-from kernels_pallas.implementations import select
+from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache.cache import KVCache
 
-IMPLEMENTATIONS = {"reference": reference.attention}
+IMPLEMENTATIONS = {"reference": Implementation(run=reference.attention)}
 
 
 def attend(
@@ -49,5 +49,5 @@ def attention(
         raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [B, S, H, Dh]")
     if positions.dtype != jnp.int32:
         raise TypeError(f"positions is {positions.dtype}; expected int32")
-    run = select("decode_attention", implementation, IMPLEMENTATIONS)
+    run = select("decode_attention", implementation, IMPLEMENTATIONS, q, cache, positions, scale=scale)
     return run(q, cache, positions, scale=scale)

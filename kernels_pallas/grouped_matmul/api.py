@@ -5,10 +5,10 @@ from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.grouped_matmul import reference
-from kernels_pallas.implementations import select
+from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
 
-IMPLEMENTATIONS = {"reference": reference.grouped_matmul}
+IMPLEMENTATIONS = {"reference": Implementation(run=reference.grouped_matmul)}
 
 
 def grouped_matmul(
@@ -45,4 +45,4 @@ def grouped_matmul(
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape}; expected {w.shape[:1]}, one size per expert of w"
         )
-    return select("grouped_matmul", implementation, IMPLEMENTATIONS)(x, w, group_sizes)
+    return select("grouped_matmul", implementation, IMPLEMENTATIONS, x, w, group_sizes)(x, w, group_sizes)

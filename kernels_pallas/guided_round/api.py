@@ -6,11 +6,15 @@ from jaxtyping import Array, Bool, Shaped, UInt8
 from kernels_pallas import formats
 from kernels_pallas.arrays import Fp4Codes, check_axis
 from kernels_pallas.formats import Fp4Format
-from kernels_pallas.guided_round import reference
+from kernels_pallas.guided_round import pallas_tpu, reference
 from kernels_pallas.guided_round.guide import Guide
-from kernels_pallas.implementations import select
+from kernels_pallas.implementations import Implementation, select
 
-IMPLEMENTATIONS = {"reference": reference.guided_round}
+# The kernel runs by name only: XLA cannot partition it, and models run on sharded arrays.
+IMPLEMENTATIONS = {
+    "reference": Implementation(run=reference.guided_round),
+    "pallas_tpu": Implementation(run=pallas_tpu.guided_round, platform="tpu", refusal=pallas_tpu.refusal),
+}
 
 
 def guided_round(
@@ -42,8 +46,9 @@ def guided_round(
     """
     check_axis(axis)
     guide.check(x.shape, format, axis, row_axes)
-    run = select("guided_round", implementation, IMPLEMENTATIONS)
-    return run(x, guide, format, axis=axis, row_axes=row_axes)
+    options = {"axis": axis, "row_axes": row_axes}
+    run = select("guided_round", implementation, IMPLEMENTATIONS, x, guide, format, **options)
+    return run(x, guide, format, **options)
 
 
 def usable_rows(guide: Guide, format: Fp4Format, row_axes: tuple[int, ...] = (-1,)) -> Bool[Array, "..."]:

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.implementations import select
+from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache import reference
 from kernels_pallas.kv_cache.cache import KVCache
 
-IMPLEMENTATIONS = {"reference": reference.append}
+IMPLEMENTATIONS = {"reference": Implementation(run=reference.append)}
 
 
 def append(
@@ -46,4 +46,6 @@ def append(
         )
     if positions.dtype != jnp.int32 or valid.dtype != jnp.bool_:
         raise TypeError(f"positions is {positions.dtype} and valid is {valid.dtype}; expected int32 and bool")
-    return select("kv_cache", implementation, IMPLEMENTATIONS)(cache, k, v, positions, valid)
+    return select("kv_cache", implementation, IMPLEMENTATIONS, cache, k, v, positions, valid)(
+        cache, k, v, positions, valid
+    )

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.implementations import select
+from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul import reference
 
-IMPLEMENTATIONS = {"reference": reference.matmul}
+IMPLEMENTATIONS = {"reference": Implementation(run=reference.matmul)}
 
 
 def matmul(
@@ -37,7 +37,7 @@ def matmul(
     check_dtypes(x, w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"cannot multiply x {x.shape} by w {w.shape}; expected [..., K] and [K, N]")
-    return select("matmul", implementation, IMPLEMENTATIONS)(x, w)
+    return select("matmul", implementation, IMPLEMENTATIONS, x, w)(x, w)
 
 
 def check_operand(name: str, a: Shaped[Array, "..."] | Fp4Array, axis: int) -> None:

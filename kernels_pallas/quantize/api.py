@@ -4,12 +4,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from kernels_pallas.arrays import Fp4Array, Fp4Codes
+from kernels_pallas.arrays import Fp4Array, Fp4Codes, check_axis, check_block
 from kernels_pallas.formats import Fp4Format
-from kernels_pallas.implementations import select
-from kernels_pallas.quantize import reference
+from kernels_pallas.implementations import Implementation, select
+from kernels_pallas.quantize import pallas_tpu, reference
 
-IMPLEMENTATIONS = {"reference": reference.quantize}
+# The kernel runs by name only: XLA cannot partition it, and models run on sharded arrays.
+IMPLEMENTATIONS = {
+    "reference": Implementation(run=reference.quantize),
+    "pallas_tpu": Implementation(run=pallas_tpu.quantize, platform="tpu", refusal=pallas_tpu.refusal),
+}
 SCALE_RULES = ("amax", "4over6")
 
 
@@ -18,6 +22,8 @@ def _check(x: Array, format: Fp4Format, axis: int, row_axes: tuple[int, ...], sc
         raise ValueError(f"row_axes {row_axes} with axis {axis}; expected ({axis},) or (-2, -1)")
     if x.ndim < max(-axis, len(row_axes)):
         raise ValueError(f"shape {x.shape} has too few axes for axis {axis} and row_axes {row_axes}")
+    check_axis(axis)
+    check_block(x.shape[axis], axis, format)
     if scale_rule not in SCALE_RULES:
         raise ValueError(f"unknown scale_rule {scale_rule!r}; expected one of {SCALE_RULES}")
     if scale_rule == "4over6" and format.scale_dtype != "e4m3":
@@ -52,8 +58,8 @@ def quantize(
       TypeError: other dtypes. ValueError: a size that is no whole number of blocks, an unknown option.
     """
     _check(x, format, axis, row_axes, scale_rule)
-    run = select("quantize", implementation, IMPLEMENTATIONS)
-    return run(x, format, axis=axis, row_axes=row_axes, scale_rule=scale_rule)
+    options = {"axis": axis, "row_axes": row_axes, "scale_rule": scale_rule}
+    return select("quantize", implementation, IMPLEMENTATIONS, x, format, **options)(x, format, **options)
 
 
 def quantize_codes(

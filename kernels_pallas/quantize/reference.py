@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from kernels_pallas import formats
 from kernels_pallas.arrays import Fp4Array, Fp4Codes, expand_rows
-from kernels_pallas.blocks import Blocks, own_scales, scaled, split_blocks, threshold_scales
+from kernels_pallas.blocks import BlockCodes, Blocks, own_scales, scaled, split_blocks, threshold_scales
 from kernels_pallas.formats import Fp4Format
 
 FOUR_OVER_SIX_DIVISOR = 6.0 * 256.0  # scales up to 256, so that the map-to-4 scale (x 1.5) stays below 448
@@ -37,35 +37,37 @@ def quantize_codes(
     place.
     """
     blocks = split_blocks(x, format, axis)
-    if scale_rule == "4over6":
-        return _four_over_six(blocks, format, row_axes)
+    rule = _four_over_six if scale_rule == "4over6" else quantize_blocks
+    return rule(blocks, format, row_axes).stored(blocks, format)
+
+
+def quantize_blocks(blocks: Blocks, format: Fp4Format, row_axes: tuple[int, ...]) -> BlockCodes:
+    """Rules 1 to 4, in arithmetic that Pallas kernels share."""
     row_exponent = own_row_exponent(blocks, format, row_axes)
     scales = own_scales(blocks, row_exponent, format)
     magnitude = nearest(blocks, row_exponent, scales, format)
-    return Fp4Codes(
-        codes=blocks.codes(magnitude), scales=scales, row_exponent=row_exponent, format=format, axis=axis
-    )
+    return BlockCodes(blocks.signed(magnitude), scales, row_exponent)
 
 
 def own_row_exponent(
     blocks: Blocks, format: Fp4Format, row_axes: tuple[int, ...], divisor: float = 2688.0
-) -> UInt8[Array, "..."]:
+) -> Int32[Array, "..."]:
     """Exponent byte of each row (rule 1); 127 for a format without row scales."""
     amax = blocks.row_amax(row_axes)
     if not format.has_row_scale:
-        return jnp.full(amax.shape, formats.ROW_EXPONENT_BIAS, jnp.uint8)
+        return jnp.full(amax.shape, formats.ROW_EXPONENT_BIAS, jnp.int32)
     return formats.row_exponent_from_amax(amax, divisor)
 
 
 def nearest(
-    blocks: Blocks, row_exponent: UInt8[Array, "..."], scales: UInt8[Array, "..."], format: Fp4Format
+    blocks: Blocks, row_exponent: Int32[Array, "..."], scales: Int32[Array, "..."], format: Fp4Format
 ) -> Array:
     """3-bit codes (int32, blocked shape) of the nearest E2M1 values under the given scales (rule 3)."""
     y = scaled(blocks.magnitude, blocks.expand(blocks.expand_rows(row_exponent)), format)
     return formats.nearest_magnitude(y, blocks.expand(threshold_scales(scales, format)))
 
 
-def _four_over_six(blocks: Blocks, format: Fp4Format, row_axes: tuple[int, ...]) -> Fp4Codes:
+def _four_over_six(blocks: Blocks, format: Fp4Format, row_axes: tuple[int, ...]) -> BlockCodes:
     """Per block, the map of its maximum to 6 or to 4 with the lower squared error; a tie keeps 6."""
     row_exponent = own_row_exponent(blocks, format, row_axes, FOUR_OVER_SIX_DIVISOR)
     y = scaled(blocks.magnitude, blocks.expand(blocks.expand_rows(row_exponent)), format)
@@ -79,12 +81,10 @@ def _four_over_six(blocks: Blocks, format: Fp4Format, row_axes: tuple[int, ...])
     six_scales, six, six_error = candidate(1 / 6)
     four_scales, four, four_error = candidate(1 / 4)
     use_four = four_error < six_error  # false for NaN: a poisoned block is the same either way
-    return Fp4Codes(
-        codes=blocks.codes(jnp.where(blocks.expand(use_four), four, six)),
-        scales=jnp.where(use_four, four_scales, six_scales),
-        row_exponent=row_exponent,
-        format=format,
-        axis=blocks.axis,
+    return BlockCodes(
+        blocks.signed(jnp.where(blocks.expand(use_four), four, six)),
+        jnp.where(use_four, four_scales, six_scales),
+        row_exponent,
     )
 
 

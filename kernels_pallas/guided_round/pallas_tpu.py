@@ -1,0 +1,111 @@
+"""Guided rounding on TPUs: one pass over rows, the arithmetic of the reference on a transposed tile."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Shaped
+
+from kernels_pallas import formats
+from kernels_pallas.arrays import Fp4Codes
+from kernels_pallas.formats import Fp4Format
+from kernels_pallas.guided_round.guide import Guide
+from kernels_pallas.guided_round.reference import guided_blocks, usable_rows
+from kernels_pallas.implementations import interpreted
+from kernels_pallas.quantize.pallas_tpu import MAX_ROW, ROWS, packed, rounded_rows, transposed_blocks
+
+
+def refusal(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    guide: Guide,
+    format: Fp4Format,
+    *,
+    axis: int,
+    row_axes: tuple[int, ...],
+) -> str | None:
+    """Why this kernel does not serve these arguments, None if it does."""
+    if axis != -1 or row_axes != (-1,):
+        return f"it rounds rows along the last axis, not axis {axis} with row axes {row_axes}"
+    if x.shape[-1] > MAX_ROW:
+        return f"a row of {x.shape[-1]} values exceeds its {MAX_ROW}"
+    return None
+
+
+def guided_round(
+    x: Shaped[Array, "..."], guide: Guide, format: Fp4Format, *, axis: int, row_axes: tuple[int, ...]
+) -> Fp4Codes:
+    """See `api.guided_round`."""
+    lead, size = x.shape[:-1], x.shape[-1]
+    rows = math.prod(lead)
+    x = rounded_rows(x)
+    record = {"mantissa": guide.mantissa, "full": guide.words, "scale": None}[guide.mode]
+    usable = usable_rows(guide, format, row_axes)
+    inputs = [guide.scales, guide.row_exponent, usable.astype(jnp.uint8)]
+    inputs += [] if record is None else [record]
+    inputs = [x, *(leaf.reshape(rows, -1) for leaf in inputs)]
+    widths = (size // 8, size // format.block, 1)
+    words, scales, row_exponent = pl.pallas_call(
+        functools.partial(_kernel, format=format, mode=guide.mode, compact=guide.compact),
+        grid=(pl.cdiv(rows, ROWS),),
+        in_specs=[pl.BlockSpec((ROWS, leaf.shape[1]), lambda i: (i, 0)) for leaf in inputs],
+        out_specs=[pl.BlockSpec((ROWS, width), lambda i: (i, 0)) for width in widths],
+        out_shape=[jax.ShapeDtypeStruct((rows, width), jnp.int32) for width in widths],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpreted(),
+        name=f"guided_round_{format.name}_{guide.mode}",
+    )(*inputs)
+    return Fp4Codes(
+        codes=formats.unpack_codes(lax.bitcast_convert_type(words, jnp.uint32)).reshape(*lead, size),
+        scales=scales.astype(jnp.uint8).reshape(*lead, widths[1]),
+        row_exponent=row_exponent.astype(jnp.uint8).reshape(lead),
+        format=format,
+    )
+
+
+def _kernel(
+    x_ref, scales_ref, row_exponent_ref, usable_ref, *refs, format: Fp4Format, mode: str, compact: bool
+):
+    *record_refs, words_ref, out_scales_ref, out_row_exponent_ref = refs
+    blocks = transposed_blocks(x_ref[...], format)
+    scales = _transposed(scales_ref)
+    if compact:
+        scales = _spread(scales, 2)[: blocks.amax.shape[0]]
+    record = None
+    if record_refs:
+        record = _spread(_transposed(record_refs[0]), 1 if mode == "mantissa" else 4)
+        record = record.reshape(blocks.magnitude.shape)
+    codes = guided_blocks(
+        blocks,
+        format,
+        (-2,),
+        usable=_transposed(usable_ref)[0] != 0,
+        row_exponent=_transposed(row_exponent_ref)[0],
+        scales=scales,
+        record=record,
+        mode=mode,
+        compact=compact,
+    )
+    words_ref[...] = packed(codes, 4).T
+    out_scales_ref[...] = codes.scales.T
+    out_row_exponent_ref[...] = codes.row_exponent[None].T
+
+
+def _transposed(ref) -> jax.Array:
+    """A byte or word per lane `[rows, n]` as int32 `[n, rows]`."""
+    value = ref[...]
+    if value.dtype == jnp.uint32:
+        return lax.bitcast_convert_type(value, jnp.int32).T
+    return value.astype(jnp.int32).T
+
+
+def _spread(words: jax.Array, bits: int) -> jax.Array:
+    """Fields of `bits` bits of each word along sublanes: 8 a word (4 a byte for 2 bits)."""
+    count = 4 if bits == 2 else 8
+    shape = (words.shape[0], count, words.shape[1])
+    shifts = lax.broadcasted_iota(jnp.int32, shape, 1) * bits
+    fields = lax.shift_right_logical(jnp.broadcast_to(words[:, None], shape), shifts) & (2**bits - 1)
+    return fields.reshape(-1, words.shape[1])
