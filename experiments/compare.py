@@ -121,11 +121,7 @@ def main(config: DictConfig) -> None:
     model = with_vocabulary(compare.model, compare.task)
     for precision in compare.precisions:
         if plan := precision_plan(precision):
-            plan.check(
-                hidden_size=model.hidden_size,
-                expert_hidden_size=model.expert_hidden_size,
-                head_dim=model.head_dim,
-            )
+            plan.check(**model.contractions)
     make_task(compare.task, "eval")
     warm = WarmStartConfig(
         name="warmstart",

@@ -13,7 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from experiments.common import CONFIGS, enable_compilation_cache, script
-from trace_jax.config import from_mapping
+from trace_jax.config import check_range, from_mapping
 from trace_jax.rl.run import add_score, load_params, read_run, score_policy, with_vocabulary
 
 
@@ -28,10 +28,7 @@ class EvaluateConfig:
     temperature: float = 0.0
 
     def __post_init__(self):
-        if self.problems < 0 or not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"problems is {self.problems}, temperature {self.temperature}; expected at least 0."
-            )
+        check_range("", self, "problems", "temperature", at_least=0)
 
 
 @hydra.main(config_path=CONFIGS, config_name="evaluate", version_base="1.3")

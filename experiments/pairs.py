@@ -49,13 +49,13 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-Subject = Callable[[], Callable[[], Any]]
+Prepare = Callable[[], Callable[[], Any]]
 """Prepares one run, untimed, and returns the call to be timed."""
 
 
 def time_pairs(
-    candidates: Mapping[str, Subject],
-    baseline: Subject,
+    candidates: Mapping[str, Prepare],
+    baseline: Prepare,
     *,
     pairs: int,
     targets: Mapping[str, float | None],

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import enum
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -17,6 +18,28 @@ T = TypeVar("T")
 
 class ConfigError(ValueError):
     """An unusable configuration; the message names the full dotted key, its value and what is allowed."""
+
+
+def check_range(
+    section: str,
+    config: Any,
+    *names: str,
+    above: int | float | None = None,
+    at_least: int | float | None = None,
+    below: int | float = math.inf,
+) -> None:
+    """Raises ConfigError that names the first of `config`'s fields outside the range, or not finite.
+
+    `section` is the dotted path of the config, empty at the top; `below` is exclusive.
+    """
+    for name in names:
+        value = getattr(config, name)
+        low = value > above if above is not None else value >= at_least
+        if not (low and value < below and math.isfinite(value)):
+            bound = f"above {above}" if above is not None else f"at least {at_least}"
+            bound = "" if at_least == -math.inf else f" {bound}"
+            upper = "" if below == math.inf else f" and below {below}"
+            raise ConfigError(f"{_join(section, name)} is {value}; expected a finite number{bound}{upper}.")
 
 
 def from_mapping(dataclass_type: type[T], mapping: Any, *, prefix: str = "") -> T:

@@ -13,7 +13,7 @@ from kernels_pallas.implementations import Implementation, select
 # The kernel runs by name only: XLA cannot partition it, and models run on sharded arrays.
 IMPLEMENTATIONS = {
     "reference": Implementation(run=reference.guided_round),
-    "pallas_tpu": Implementation(run=pallas_tpu.guided_round, platform="tpu", refusal=pallas_tpu.refusal),
+    "pallas_tpu": Implementation(run=pallas_tpu.guided_round, refusal=pallas_tpu.refusal),
 }
 
 

@@ -89,7 +89,7 @@ def _kernel(
         mode=mode,
         compact=compact,
     )
-    words_ref[...] = packed(codes, 4).T
+    words_ref[...] = packed(codes).T
     out_scales_ref[...] = codes.scales.T
     out_row_exponent_ref[...] = codes.row_exponent[None].T
 
@@ -103,7 +103,7 @@ def _transposed(ref) -> jax.Array:
 
 
 def _spread(words: jax.Array, bits: int) -> jax.Array:
-    """Fields of `bits` bits of each word along sublanes: 8 a word (4 a byte for 2 bits)."""
+    """Fields of `bits` bits of each word along sublanes, 8 a word (4 a byte for 2 bits), as `formats.unpack_*`."""
     count = 4 if bits == 2 else 8
     shape = (words.shape[0], count, words.shape[1])
     shifts = lax.broadcasted_iota(jnp.int32, shape, 1) * bits

@@ -12,7 +12,7 @@ from kernels_pallas.quantize import pallas_tpu, reference
 # The kernel runs by name only: XLA cannot partition it, and models run on sharded arrays.
 IMPLEMENTATIONS = {
     "reference": Implementation(run=reference.quantize),
-    "pallas_tpu": Implementation(run=pallas_tpu.quantize, platform="tpu", refusal=pallas_tpu.refusal),
+    "pallas_tpu": Implementation(run=pallas_tpu.quantize, refusal=pallas_tpu.refusal),
 }
 SCALE_RULES = ("amax", "4over6")
 

@@ -81,7 +81,7 @@ def _quantize_rows(x: jax.Array, format: Fp4Format) -> tuple[jax.Array, jax.Arra
 def _kernel(x_ref, words_ref, scales_ref, row_exponent_ref, *, format: Fp4Format):
     blocks = transposed_blocks(x_ref[...], format)
     codes = quantize_blocks(blocks, format, (-2,))
-    words_ref[...] = packed(codes, 4).T
+    words_ref[...] = packed(codes).T
     scales_ref[...] = codes.scales.T
     row_exponent_ref[...] = codes.row_exponent[None].T
 
@@ -102,9 +102,8 @@ def transposed_blocks(x: jax.Array, format: Fp4Format) -> Blocks:
     return split_bits(lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32).T, format, -2)
 
 
-def packed(codes: BlockCodes, bits: int) -> jax.Array:
-    """The low `bits` of 8 codes along sublanes in one int32: `[K / 8, rows]`."""
-    rows = codes.codes.shape[-1]
-    by_word = (codes.codes & (2**bits - 1)).reshape(-1, 8, rows)
-    shifts = lax.broadcasted_iota(jnp.int32, by_word.shape, 1) * bits
+def packed(codes: BlockCodes) -> jax.Array:
+    """8 codes along sublanes in one int32, `[K / 8, rows]`: `formats.pack_codes` in the types that Mosaic has."""
+    by_word = codes.codes.reshape(-1, 8, codes.codes.shape[-1])
+    shifts = lax.broadcasted_iota(jnp.int32, by_word.shape, 1) * 4
     return jnp.sum(by_word << shifts, axis=1)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from trace_jax.config import check_range
+
 FAMILIES = ("tiny_moe",)
 DTYPES = ("bfloat16", "float32", "float64")
 
@@ -47,9 +49,7 @@ class ModelConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; expected a positive size.")
-        for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"model.{name} is {getattr(self, name)}; expected a positive number.")
+        check_range("model", self, "rope_theta", "norm_eps", above=0)
         if self.vocab_size < 0:
             raise ValueError(
                 f"model.vocab_size is {self.vocab_size}; expected 0 (from the tokenizer) or more."
@@ -65,3 +65,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim is {self.head_dim}; RoPE rotates pairs, so it must be even.")
+
+    @property
+    def contractions(self) -> dict[str, int]:
+        """Sizes that FP4 blocks must divide, as `QuantPlan.check` takes them."""
+        return {name: getattr(self, name) for name in ("hidden_size", "expert_hidden_size", "head_dim")}

@@ -2,30 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any
+
+from trace_jax.config import check_range
 
 RATIOS = ("behaviour", "decoupled")
 CORRECTIONS = ("none", "tis", "icepop", "sequence_mask")
 SCHEDULES = ("constant", "linear", "cosine")
-
-
-def check_range(
-    section: str,
-    config: Any,
-    *names: str,
-    above: int | float | None = None,
-    at_least: int | float | None = None,
-    below: float = math.inf,
-) -> None:
-    """Raises ValueError that names the first field outside the range, or not finite."""
-    for name in names:
-        value = getattr(config, name)
-        low = value > above if above is not None else value >= at_least
-        if not (low and value < below and math.isfinite(value)):
-            bound = f"above {above}" if above is not None else f"at least {at_least}"
-            bound = "" if at_least == -math.inf else f" {bound}"
-            upper = "" if below == math.inf else f" and below {below}"
-            raise ValueError(f"{section}.{name} is {value}; expected a finite number{bound}{upper}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

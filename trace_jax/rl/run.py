@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from trace_jax.alignment.summary import Run
-from trace_jax.config import ConfigError, from_mapping, to_mapping
+from trace_jax.config import ConfigError, check_range, from_mapping, to_mapping
 from trace_jax.data import encode_prompt, prompt_iterator
 from trace_jax.models import ModelConfig, abstract, create, logical_axes
 from trace_jax.parallel import MeshConfig, make_mesh, shard
@@ -42,8 +42,7 @@ class RunConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; expected 0 to 2**32 - 1, which JAX's keys tell apart.")
+        check_range("", self, "seed", at_least=0, below=2**32)  # JAX's keys tell no more apart
 
 
 def with_vocabulary(model: ModelConfig, task_config: TaskConfig) -> ModelConfig:

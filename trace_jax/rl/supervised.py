@@ -9,9 +9,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from trace_jax.config import check_range
 from trace_jax.models import ModelConfig
 from trace_jax.quant import Bf16Numerics
-from trace_jax.rl.config import check_range
 from trace_jax.rl.trainer import TrainState
 from trace_jax.rollout import token_logprobs
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from trace_jax.config import to_mapping
+from trace_jax.config import check_range, to_mapping
 from trace_jax.data import sft_iterator
 from trace_jax.models import ModelConfig, create
 from trace_jax.rl.run import graph_definition, with_vocabulary
@@ -26,10 +26,8 @@ class WarmStartConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self):
-        if not 0 <= self.seed < 2**32 or self.checkpoint_every < 1:
-            raise ValueError(
-                f"seed is {self.seed}, checkpoint_every {self.checkpoint_every}; expected 0 .. 2**32 - 1 and 1 or more."
-            )
+        check_range("", self, "seed", at_least=0, below=2**32)  # JAX's keys tell no more apart
+        check_range("", self, "checkpoint_every", at_least=1)
 
 
 def warm_start(config: WarmStartConfig) -> RunFolder:

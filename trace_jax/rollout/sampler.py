@@ -89,11 +89,7 @@ class Sampler:
     ):
         """`plan` None rolls out in BF16; `record` says what guided layers keep, None records routes only."""
         if plan is not None:
-            plan.check(
-                hidden_size=model.hidden_size,
-                expert_hidden_size=model.expert_hidden_size,
-                head_dim=model.head_dim,
-            )
+            plan.check(**model.contractions)
         elif record is not None:
             raise ValueError(
                 "a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan."

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from trace_jax.config import ConfigError
+from trace_jax.config import ConfigError, check_range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,7 @@ class SamplingConfig:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; expected 0 (greedy) or more.")
+        check_range("", self, "temperature", at_least=0)  # 0 is greedy
         if self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; expected 0 (off) or more.")
         if not 0 < self.top_p <= 1:

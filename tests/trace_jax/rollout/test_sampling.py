@@ -94,7 +94,7 @@ def test_scaled_logits_are_shared_with_the_trainer():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0; expected 0"),
+        ({"temperature": -1.0}, "temperature is -1.0; expected a finite number at least 0"),
         ({"top_k": -1}, "top_k is -1; expected 0"),
         ({"top_p": 0.0}, r"top_p is 0.0; expected a share in \(0, 1\]"),
         ({"top_p": 1.1}, "top_p is 1.1"),
