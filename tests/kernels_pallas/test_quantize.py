@@ -290,6 +290,11 @@ def test_errors_name_what_is_wrong():
         quantize(x, NVFP4, axis=0, row_axes=(0,))
     with pytest.raises(ValueError, match=r"no implementation 'cuda'; available: .*reference"):
         quantize(x, NVFP4, implementation="cuda")
+    wide = jnp.zeros((1, 8192), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"'pallas_tpu' does not serve this: a row of 8192 .* 4096; use 'reference'"
+    ):
+        quantize(wide, NVFP4, implementation="pallas_tpu")
 
 
 def test_format_is_static_and_hashable():
