@@ -1,6 +1,10 @@
-"""Whether Triton kernels can run here. Imports neither triton nor jax_triton: both are optional."""
+"""Triton kernels in JAX: whether they can run here, and the call. Loads triton and jax_triton, which are optional,
+only to run a kernel.
+"""
 
 import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.extend.backend import get_backend
@@ -25,6 +29,43 @@ def unavailable() -> str | None:
         if _release(version) < oldest:
             return f"{wanted}, installed is {version}"
     return None
+
+
+def call(
+    kernel: Any,
+    *arguments: jax.Array | int,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int = 3,
+    aliases: Mapping[int, int] | None = None,
+    **constants: Any,
+) -> list[jax.Array]:
+    """Call a Triton kernel: pointers to `arguments` (numbers as they are), then to `outputs`, then `constants`.
+
+    Products and sums are not contracted, so that they round as written. Neither vmap nor differentiation is defined.
+
+    Args:
+      kernel: the `triton.jit` function.
+      outputs: shapes and dtypes of the results.
+      grid: programs along up to three axes.
+      aliases: from the index of an array argument, numbers not counted, to that of the output that takes its buffer.
+      constants: the kernel's `constexpr` parameters.
+    """
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *arguments,
+        kernel=kernel,
+        out_shape=list(outputs),
+        grid=grid,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        input_output_aliases=dict(aliases or {}),
+        enable_fp_fusion=False,
+        name=kernel.fn.__name__,
+        **constants,
+    )
 
 
 def _release(version: str) -> tuple[int, ...]:

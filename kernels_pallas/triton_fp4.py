@@ -156,7 +156,8 @@ def block_amax(words):
 def finite_word(word):
     """The word with halves that are Inf or NaN set to zero."""
     magnitude = word & MAGNITUDES
-    return magnitude & ~((((magnitude + 0x00800080) >> 15) & LOW_BIT) * 0xFFFF)
+    finite = (((magnitude + 0x00800080) >> 15) & LOW_BIT) ^ LOW_BIT
+    return magnitude & (finite * 0xFFFF)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Shaped, UInt8
 from kernels_pallas import formats
 from kernels_pallas.arrays import Fp4Codes, check_axis, check_block
 from kernels_pallas.formats import Fp4Format
-from kernels_pallas.guided_round import pallas_tpu, reference
+from kernels_pallas.guided_round import pallas_tpu, reference, triton
 from kernels_pallas.guided_round.guide import Guide
 from kernels_pallas.implementations import Implementation, select
 
@@ -14,7 +14,10 @@ IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(run=pallas_tpu.guided_round, refusal=pallas_tpu.refusal, platform="tpu"),
     "reference": Implementation(run=reference.guided_round),
 }
-VALUES_IMPLEMENTATIONS = {"reference": Implementation(run=reference.guided_values)}
+VALUES_IMPLEMENTATIONS = {
+    "triton": Implementation(run=triton.guided_values, refusal=triton.values_refusal, platform="gpu"),
+    "reference": Implementation(run=reference.guided_values),
+}
 
 
 def guided_round(

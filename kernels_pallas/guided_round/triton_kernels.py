@@ -136,7 +136,7 @@ def _guided(snapped, word, theirs, least, usable, FULL: tl.constexpr):
         # The upper neighbour is nearer only to a value at or beyond it, of the same sign.
         high = ((magnitude + 0x01FF01FF) >> 9) & 0x00070007
         beyond = ((theirs & 0x00070007) | SIGNS) - high
-        take_high = ((beyond & ~((theirs << 12) ^ word)) >> 15) & LOW_BIT
+        take_high = ((beyond & ((theirs << 12) ^ word ^ SIGNS)) >> 15) & LOW_BIT
     else:
         take_high = odd ^ theirs
     # A carry out of the nine bits beyond a code makes it the upper neighbour, if there is anything in them.

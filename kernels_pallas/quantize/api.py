@@ -7,14 +7,21 @@ from jaxtyping import Array, BFloat16, Float, Shaped, UInt8
 from kernels_pallas.arrays import Fp4Array, Fp4Codes, check_axis, check_block
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.implementations import Implementation, select
-from kernels_pallas.quantize import pallas_tpu, reference
+from kernels_pallas.quantize import pallas_tpu, reference, triton
 
 IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(run=pallas_tpu.quantize, refusal=pallas_tpu.refusal, platform="tpu"),
+    "triton": Implementation(run=triton.quantize, refusal=triton.refusal, platform="gpu"),
     "reference": Implementation(run=reference.quantize),
 }
-RECORDED_IMPLEMENTATIONS = {"reference": Implementation(run=reference.quantize_recorded)}
-NORM_IMPLEMENTATIONS = {"reference": Implementation(run=reference.rms_norm_quantize)}
+RECORDED_IMPLEMENTATIONS = {
+    "triton": Implementation(run=triton.quantize_recorded, refusal=triton.recorded_refusal, platform="gpu"),
+    "reference": Implementation(run=reference.quantize_recorded),
+}
+NORM_IMPLEMENTATIONS = {
+    "triton": Implementation(run=triton.rms_norm_quantize, refusal=triton.norm_refusal, platform="gpu"),
+    "reference": Implementation(run=reference.rms_norm_quantize),
+}
 SCALE_RULES = ("amax", "4over6")
 
 
