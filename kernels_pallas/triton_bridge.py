@@ -3,14 +3,29 @@ only to run a kernel.
 """
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.backend import get_backend
 
 REQUIRED = {"triton": (3, 6), "jax-triton": (0, 3, 1)}
 """Distributions and the oldest release of each that the kernels are written for."""
+
+
+class CompileCase(NamedTuple):
+    """A call that a test compiles without a GPU; the `compile_cases` of a `triton` module cover its kernels.
+
+    Attributes:
+      name: of the case.
+      run: called with `arguments`, shapes and dtypes, it makes one call of a kernel.
+      local_bytes: of memory that a thread may use for registers that do not fit.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    local_bytes: int = 0
 
 
 def unavailable() -> str | None:

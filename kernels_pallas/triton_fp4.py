@@ -12,8 +12,9 @@ it beyond 1), which FP16 keeps apart, and an error of a few units in the last pl
 Likewise for the values of codes. Tests compare all cases.
 """
 
-import triton
 import triton.language as tl
+
+from kernels_pallas.triton_jit import jit
 
 LOW_BIT = tl.constexpr(0x00010001)  # of both halves of a word
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
@@ -40,48 +41,48 @@ VALUES = tl.constexpr(
 LARGER_UNSIGNED = tl.constexpr("max.u16x2 $0, $1, $2;")
 
 
-@triton.jit
+@jit
 def _two(asm: tl.constexpr, a, b):
     return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
-@triton.jit
+@jit
 def float_of(bits):
     """The FP32 of these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def first(word):
     """FP32 of the lower of two BF16."""
     return float_of(word << 16)
 
 
-@triton.jit
+@jit
 def second(word):
     """FP32 of the upper of two BF16."""
     return float_of(word & 0xFFFF0000)
 
 
-@triton.jit
+@jit
 def to_bf16(a, b):
     """A word of two FP32 values, rounded to BF16."""
     return tl.inline_asm_elementwise(TO_BF16, "=r,f,f", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
-@triton.jit
+@jit
 def larger_unsigned(a, b):
     """By halves."""
     return _two(LARGER_UNSIGNED, a, b)
 
 
-@triton.jit
+@jit
 def values_of(codes, scale):
     """Two BF16 of two codes, each as E2M1 in the upper bits of a BF16 whose exponent is 126 too small."""
     return _two(VALUES, codes, scale)
 
 
-@triton.jit
+@jit
 def select_bits(mask: tl.constexpr, a, b):
     """Bits of a where the mask has ones, of b elsewhere."""
     return (a & mask) | (b & (mask ^ 0xFFFFFFFF))
@@ -90,7 +91,7 @@ def select_bits(mask: tl.constexpr, a, b):
 # --- memory -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@jit
 def load_words(pointer, offsets, mask, MASKED: tl.constexpr):
     """Four consecutive words from each of `offsets` `[rows, blocks]`: 16 bytes a thread."""
     pointers = pointer + offsets[:, :, None] + tl.arange(0, 4)[None, None, :]
@@ -104,7 +105,7 @@ def load_words(pointer, offsets, mask, MASKED: tl.constexpr):
     return a, b, c, d
 
 
-@triton.jit
+@jit
 def load_block(pointer, offsets, mask, MASKED: tl.constexpr, CHUNKS: tl.constexpr):
     """The words of blocks of 8 x CHUNKS values (two values a word) at `offsets` `[rows, blocks]`."""
     words = load_words(pointer, offsets, mask, MASKED)
@@ -113,7 +114,7 @@ def load_block(pointer, offsets, mask, MASKED: tl.constexpr, CHUNKS: tl.constexp
     return words
 
 
-@triton.jit
+@jit
 def load_two_words(pointer, offsets, mask, MASKED: tl.constexpr):
     """Two consecutive words from each of `offsets`."""
     pointers = pointer + offsets[:, :, None] + tl.arange(0, 2)[None, None, :]
@@ -124,7 +125,7 @@ def load_two_words(pointer, offsets, mask, MASKED: tl.constexpr):
     return tl.split(words)
 
 
-@triton.jit
+@jit
 def store_words(pointer, offsets, mask, MASKED: tl.constexpr, words):
     """Two or four words next to each other, at each of `offsets`."""
     if len(words) == 4:
@@ -142,7 +143,7 @@ def store_words(pointer, offsets, mask, MASKED: tl.constexpr, words):
 # --- scales -------------------------------------------------------------------------------------
 
 
-@triton.jit
+@jit
 def block_amax(words):
     """The largest magnitude of each block as the 15 bits of a BF16; NaN if it has one."""
     largest = _two(LARGER, words[0], words[1])
@@ -152,7 +153,7 @@ def block_amax(words):
     return (_two(LARGER, largest, swapped) & 0x7FFF).to(tl.int32)
 
 
-@triton.jit
+@jit
 def finite_word(word):
     """The word with halves that are Inf or NaN set to zero."""
     magnitude = word & MAGNITUDES
@@ -160,7 +161,7 @@ def finite_word(word):
     return magnitude & (finite * 0xFFFF)
 
 
-@triton.jit
+@jit
 def row_amax(words, amax):
     """The largest finite magnitude of each row."""
     largest = tl.max(amax, axis=1)
@@ -172,13 +173,13 @@ def row_amax(words, amax):
     return largest
 
 
-@triton.jit
+@jit
 def row_exponent_of(amax):
     """Exponent byte of rows by their largest finite magnitude (rule 1): 2688 = 1.3125 x 2^11."""
     return tl.minimum(tl.maximum(((amax + 0x57) >> 7) - 11, 27), 243)
 
 
-@triton.jit
+@jit
 def scale_byte(amax, row_exponent, BLOCK: tl.constexpr):
     """Scale bytes of blocks by their largest magnitude (rule 2). Meaningless for a block with Inf or NaN."""
     if BLOCK == 32:
@@ -193,7 +194,7 @@ def scale_byte(amax, row_exponent, BLOCK: tl.constexpr):
     return byte
 
 
-@triton.jit
+@jit
 def scale_value(byte, row_exponent, BLOCK: tl.constexpr):
     """Block scale x row scale of finite blocks, exact."""
     if BLOCK == 32:
@@ -203,7 +204,7 @@ def scale_value(byte, row_exponent, BLOCK: tl.constexpr):
     return value
 
 
-@triton.jit
+@jit
 def inverse_scale(byte, row_exponent, BLOCK: tl.constexpr):
     """About 1 / (block scale x row scale), 0 for scale 0."""
     if BLOCK == 32:
@@ -220,26 +221,26 @@ def inverse_scale(byte, row_exponent, BLOCK: tl.constexpr):
 # --- codes --------------------------------------------------------------------------------------
 
 
-@triton.jit
+@jit
 def snap(a, b, inverse):
     """Two values over their scale as FP16 x 2^-14, clipped to 6: code, and nine bits of what lies beyond it."""
     a, b = a * inverse, b * inverse
     return tl.inline_asm_elementwise(SNAP, "=r,f,f", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
-@triton.jit
+@jit
 def snap_word(word, inverse):
     """`snap` of the two values of a word."""
     return snap(first(word), second(word), inverse)
 
 
-@triton.jit
+@jit
 def nearest(snapped):
     """Round to the nearest even code: bits 9 to 11 of each half."""
     return snapped + 0x00FF00FF + ((snapped >> 9) & LOW_BIT)
 
 
-@triton.jit
+@jit
 def code_word(a, b, c, d, inverse):
     """The codes of 8 values, two to a word, as one word (rule 3)."""
     # Halves of a result are four values apart, so that they lie apart in it as they do here.
@@ -257,7 +258,7 @@ def code_word(a, b, c, d, inverse):
     return codes | (signs & (codes + 0x77777777) & 0x88888888)
 
 
-@triton.jit
+@jit
 def low_bits(word):
     """Low bits of 8 codes, four at 9 to 12 and four at 25 to 28. Products move bits next to each other: unlike shifts
     they do not compete with logical operations."""
@@ -265,14 +266,14 @@ def low_bits(word):
     return bits * 0x41 & 0x1E001E00
 
 
-@triton.jit
+@jit
 def low_bits_of_two(a, b):
     """Low bits of the 16 codes of two words, in order: two bytes of `formats.pack_bits`."""
     bits = (low_bits(a) >> 9) | (low_bits(b) >> 1)
     return (bits | (bits >> 12)) & 0xFFFF
 
 
-@triton.jit
+@jit
 def quantize_block(words, amax, row_exponent, BLOCK: tl.constexpr):
     """Code words and scale bytes of blocks under the given row exponents (rules 2 to 4)."""
     byte = scale_byte(amax, row_exponent, BLOCK)
@@ -286,7 +287,7 @@ def quantize_block(words, amax, row_exponent, BLOCK: tl.constexpr):
     return codes, byte
 
 
-@triton.jit
+@jit
 def packed_low_bits(codes):
     """Low bits of a block's codes: 16 or 32 bits, as many as codes."""
     bits = low_bits_of_two(codes[0], codes[1])

@@ -1,12 +1,12 @@
 """Tiles of rows in Triton kernels: where a program's rows lie and how their FP4 parts are written."""
 
-import triton
 import triton.language as tl
 
 from kernels_pallas.triton_fp4 import packed_low_bits, row_amax, row_exponent_of, store_words
+from kernels_pallas.triton_jit import jit
 
 
-@triton.jit
+@jit
 def tile_rows(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """This program's first row, its rows counted from there, its blocks, and which rows and blocks exist."""
     start = tl.program_id(0).to(tl.int64) * ROWS
@@ -15,7 +15,7 @@ def tile_rows(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     return start, row, block, inside, inside[:, None] & (block < SIZE // BLOCK)[None, :]
 
 
-@triton.jit
+@jit
 def own_row_exponent(words, amax, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Exponent bytes of rows (rule 1); 127 for MXFP4."""
     if BLOCK == 32:
@@ -25,7 +25,7 @@ def own_row_exponent(words, amax, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return exponent
 
 
-@triton.jit
+@jit
 def store_fp4(
     words_ptr, scales_ptr, row_exponent_ptr, codes, byte, row_exponent, row, block, inside, mask,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
@@ -37,7 +37,7 @@ def store_fp4(
     tl.store(row_exponent_ptr + row, row_exponent.to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@jit
 def block_bits(pointer, start, row, block, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the bits, one a value, of each block: 16 or 32 bits of a uint8 array `[rows, SIZE / 8]`."""
     width: tl.constexpr = tl.uint32 if BLOCK == 32 else tl.uint16
@@ -45,7 +45,7 @@ def block_bits(pointer, start, row, block, SIZE: tl.constexpr, BLOCK: tl.constex
     return pointer + row[:, None] * (SIZE // BLOCK) + block[None, :]
 
 
-@triton.jit
+@jit
 def store_low_bits(
     pointer, codes, start, row, block, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

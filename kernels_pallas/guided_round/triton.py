@@ -1,6 +1,7 @@
 """Guided values on NVIDIA GPUs: one pass over rows, a thread per block. The kernel is in `triton_kernels`."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,15 @@ from kernels_pallas import triton_bridge
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
 from kernels_pallas.guided_round.guide import MODES, Guide
 from kernels_pallas.quantize.triton import launch_options, rounded_rows, row_refusal, small_tile
+from kernels_pallas.triton_bridge import CompileCase
 
 
-def values_refusal(
-    x: jax.Array | jax.ShapeDtypeStruct, guide: Guide | None, format: Fp4Format
-) -> str | None:
+def values_refusal(x: jax.Array | jax.ShapeDtypeStruct, guide: Guide | None, format: Fp4Format) -> str | None:
     """Why `guided_values` does not serve these arguments, None if it does."""
     return row_refusal(x)
 
 
-def guided_values(
-    x: Shaped[Array, "..."], guide: Guide | None, format: Fp4Format
-) -> Shaped[Array, "..."]:
+def guided_values(x: Shaped[Array, "..."], guide: Guide | None, format: Fp4Format) -> Shaped[Array, "..."]:
     """See `api.guided_values`."""
     from kernels_pallas.guided_round.triton_kernels import guided_values_kernel
 
@@ -51,8 +49,8 @@ def guided_values(
     return values.astype(x.dtype).reshape(x.shape)  # values are exact in BF16
 
 
-def compile_cases() -> Iterator[tuple[str, Callable, tuple]]:
-    """Calls that between them compile every kernel: name, function, shapes of its arguments."""
+def compile_cases() -> Iterator[CompileCase]:
+    """Every mode of the kernel, without and with lanes that have no values."""
 
     def shape(*shape, dtype=jnp.uint8):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -60,11 +58,8 @@ def compile_cases() -> Iterator[tuple[str, Callable, tuple]]:
     for format in (NVFP4, MXFP4):
         for rows, size in ((8192, 2048), (512, 2880)):
             x, count = shape(rows, size, dtype=jnp.bfloat16), size // format.block
-            yield (
-                f"own_values_{format.name}_{size}",
-                lambda x, format=format: guided_values(x, None, format),
-                (x,),
-            )
+            run = functools.partial(guided_values, format=format)
+            yield CompileCase(f"own_values_{format.name}_{size}", functools.partial(run, guide=None), (x,))
             for mode, compact in [(mode, compact) for mode in MODES for compact in (False, True)]:
                 guide = Guide(
                     scales=shape(rows, -(-count // 4) if compact else count),
@@ -76,4 +71,4 @@ def compile_cases() -> Iterator[tuple[str, Callable, tuple]]:
                     compact=compact,
                 )
                 name = f"guided_values_{format.name}_{size}_{mode}{'_compact' * compact}"
-                yield name, lambda x, guide, format=format: guided_values(x, guide, format), (x, guide)
+                yield CompileCase(name, run, (x, guide))

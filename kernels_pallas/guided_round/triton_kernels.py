@@ -1,6 +1,5 @@
 """Triton kernel of guided rounding, in one pass. Imports triton: loaded only where a kernel is called."""
 
-import triton
 import triton.language as tl
 
 from kernels_pallas.triton_fp4 import (
@@ -22,10 +21,11 @@ from kernels_pallas.triton_fp4 import (
     store_words,
     values_of,
 )
+from kernels_pallas.triton_jit import jit
 from kernels_pallas.triton_rows import block_bits, own_row_exponent, tile_rows
 
 
-@triton.jit
+@jit
 def guided_values_kernel(
     x_ptr, scales_ptr, row_exponent_ptr, valid_ptr, record_ptr, rows, values_ptr,
     MODE: tl.constexpr, COMPACT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -92,7 +92,7 @@ def guided_values_kernel(
         store_words(values_ptr, offsets + 4 * chunk, mask, MASKED, out)
 
 
-@triton.jit
+@jit
 def _recorded_scales(
     scales_ptr, valid_ptr, start, row, block, inside, mask,
     COMPACT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -112,7 +112,7 @@ def _recorded_scales(
     return recorded, usable
 
 
-@triton.jit
+@jit
 def _smallest_off_zero(byte, row_exponent, BLOCK: tl.constexpr):
     """BF16 bits of the smallest |x| that does not count as 0, in both halves: 2^(e - 126); none under scale 0."""
     if BLOCK == 32:
@@ -125,7 +125,7 @@ def _smallest_off_zero(byte, row_exponent, BLOCK: tl.constexpr):
     return least
 
 
-@triton.jit
+@jit
 def _guided(snapped, word, theirs, least, usable, FULL: tl.constexpr):
     """The neighbour that the record names (its low bit, or with FULL its code), the nearest where not `usable`."""
     # What underflowed to 0 but does not count as 0 lies just above it.

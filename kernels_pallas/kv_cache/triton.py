@@ -1,6 +1,7 @@
 """Cache writes on NVIDIA GPUs: keys and values in one launch, in place. The kernels are in `triton_kernels`."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from kernels_pallas.quantize.triton import (
     row_refusal,
     small_tile,
 )
+from kernels_pallas.triton_bridge import CompileCase
 
 COPIED = 8  # BF16 values that a thread copies at a time
 
@@ -102,22 +104,27 @@ def _rounded(x: Float[Array, "b t h d"], format: Fp4Format | None) -> BFloat16[A
     return rounded_rows(x)
 
 
-def compile_cases() -> Iterator[tuple[str, Callable, tuple]]:
-    """Calls that between them compile every kernel: name, function, shapes of its arguments."""
+def compile_cases() -> Iterator[CompileCase]:
+    """Both kernels at decode and prefill, and for pages of stacked layers."""
 
     def shape(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     for format in (None, NVFP4, MXFP4):
-        name = "bf16" if format is None else format.name
-        for batch, tokens, heads, dim in ((256, 1, 4, 128), (8, 2048, 4, 128), (16, 1, 8, 64), (3, 5, 2, 256)):
+        name = f"append_{'bf16' if format is None else format.name}"
+        for batch, tokens, heads, dim in (
+            (256, 1, 4, 128),
+            (8, 2048, 4, 128),
+            (16, 1, 8, 64),
+            (3, 5, 2, 256),
+        ):
             entries = shape(batch, tokens, heads, dim, dtype=jnp.bfloat16)
             arrays = (entries, entries, shape(batch, tokens), shape(batch, tokens, dtype=jnp.bool_))
-            cache = jax.eval_shape(lambda b=batch, h=heads, d=dim, f=format: init_cache(b, 8192, h, d, f))
-            yield f"append_{name}_{batch}x{tokens}x{heads}x{dim}", append, (cache, *arrays)
-        pages = jax.eval_shape(lambda h=heads, d=dim, f=format: init_cache(1000, 64, h, d, f, layers=4))
-        yield (
-            f"append_{name}_paged_layered",
-            lambda *args: append(*args[:-2], layer=args[-2], page_table=args[-1]),
+            cache = jax.eval_shape(functools.partial(init_cache, batch, 8192, heads, dim, format))
+            yield CompileCase(f"{name}_{batch}x{tokens}x{heads}x{dim}", append, (cache, *arrays))
+        pages = jax.eval_shape(functools.partial(init_cache, 1000, 64, heads, dim, format, layers=4))
+        yield CompileCase(
+            f"{name}_paged_layered",
+            lambda *arguments: append(*arguments[:-2], layer=arguments[-2], page_table=arguments[-1]),
             (pages, *arrays, shape(), shape(batch, 20)),
         )

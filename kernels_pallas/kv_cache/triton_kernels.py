@@ -1,13 +1,13 @@
 """Triton kernels that write keys and values into the cache. Imports triton: loaded only where a kernel is called."""
 
-import triton
 import triton.language as tl
 
 from kernels_pallas.triton_fp4 import block_amax, load_block, quantize_block, store_words
+from kernels_pallas.triton_jit import jit
 from kernels_pallas.triton_rows import own_row_exponent, store_fp4, tile_rows
 
 
-@triton.jit
+@jit
 def append_fp4_kernel(
     k_ptr, v_ptr, positions_ptr, valid_ptr, page_table_ptr, layer_ptr,
     k_words_in, k_scales_in, k_exponent_in, v_words_in, v_scales_in, v_exponent_in, rows,
@@ -17,7 +17,7 @@ def append_fp4_kernel(
     PAGES: tl.constexpr, LAYERED: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows [token, head] of k and v (grid axis 1), write them to the cache in place and once more by themselves.
+    """Quantize rows [token, head] of k and v (grid axis 1), write them to the cache in place and to arrays of rows.
 
     The `_in` pointers are those of the cache before it is written: the same buffers.
     """
@@ -38,7 +38,7 @@ def append_fp4_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _append_fp4(
     x_ptr, words_ptr, scales_ptr, exponent_ptr, row_words_ptr, row_scales_ptr, row_exponent_ptr,
     start, row, block, inside, mask, entry, written,
@@ -60,7 +60,7 @@ def _append_fp4(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def append_bf16_kernel(
     k_ptr, v_ptr, positions_ptr, valid_ptr, page_table_ptr, layer_ptr, k_in, v_in, rows, k_cache_ptr, v_cache_ptr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, LENGTH: tl.constexpr, SEQUENCES: tl.constexpr,
@@ -79,7 +79,7 @@ def append_bf16_kernel(
         _copy_rows(v_ptr, v_cache_ptr, start, row, block, mask, entry, written, SIZE, BLOCK, MASKED)
 
 
-@triton.jit
+@jit
 def _copy_rows(
     x_ptr, cache_ptr, start, row, block, mask, entry, written,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
@@ -91,7 +91,7 @@ def _copy_rows(
     store_words(cache_ptr, entry[:, None] * (SIZE // 2) + column, mask & written[:, None], True, words)
 
 
-@triton.jit
+@jit
 def _entries(
     positions_ptr, valid_ptr, page_table_ptr, layer_ptr, row, inside,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, LENGTH: tl.constexpr, SEQUENCES: tl.constexpr,

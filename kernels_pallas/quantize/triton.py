@@ -1,7 +1,8 @@
 """Quantize rows on NVIDIA GPUs: one pass, a thread per block. The kernels are in `triton_kernels`."""
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, BFloat16, Shaped, UInt8
 from kernels_pallas import formats, triton_bridge
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
+from kernels_pallas.triton_bridge import CompileCase
 
 MAX_ROW = 16384  # values: a program holds whole rows in registers
 VALUES = 64  # of a thread; with fewer the work on each row weighs more, with more fewer threads fit
@@ -96,9 +98,7 @@ def quantize(
     return _quantize(x, format, record=False)[0]
 
 
-def quantize_recorded(
-    x: Shaped[Array, "..."], format: Fp4Format
-) -> tuple[Fp4Array, UInt8[Array, "..."]]:
+def quantize_recorded(x: Shaped[Array, "..."], format: Fp4Format) -> tuple[Fp4Array, UInt8[Array, "..."]]:
     """See `api.quantize_recorded`."""
     return _quantize(x, format, record=True)
 
@@ -165,9 +165,7 @@ def launch_options(rows: int, size: int, block: int, tile: Tile) -> dict:
     }
 
 
-def fp4_shapes(
-    rows: int, size: int, format: Fp4Format, record: bool
-) -> list[jax.ShapeDtypeStruct]:
+def fp4_shapes(rows: int, size: int, format: Fp4Format, record: bool) -> list[jax.ShapeDtypeStruct]:
     """Words, scales and row exponents of FP4 rows; with `record` the low bits of their codes too."""
     shapes = [
         jax.ShapeDtypeStruct((rows, size // 8), jnp.uint32),
@@ -188,20 +186,15 @@ def fp4_array(leaves: list[Array], lead: tuple[int, ...], format: Fp4Format) -> 
     )
 
 
-def compile_cases() -> Iterator[tuple[str, Callable, tuple]]:
-    """Calls that between them compile every kernel: name, function, shapes of its arguments."""
+def compile_cases() -> Iterator[CompileCase]:
+    """Every kernel at widths that make its tiles different."""
     for format in (NVFP4, MXFP4):
-        for rows, size in ((8192, 2048), (64, 2880), (4096, 128), (1000, 64), (512, 8192), (16, 768)):
+        for rows, size in ((8192, 2048), (64, 2880), (65536, 128), (1000, 64), (512, 8192), (16, 768)):
             x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
-            yield f"quantize_recorded_{format.name}_{rows}x{size}", _with(quantize_recorded, format), (x,)
+            name = f"quantize_recorded_{format.name}_{rows}x{size}"
+            yield CompileCase(name, functools.partial(quantize_recorded, format=format), (x,))
         x, gain = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048,), jnp.float32)
-        yield f"quantize_{format.name}", lambda x, f=format: _quantize(x, f, record=False)[0], (x,)
-        yield (
-            f"rms_norm_quantize_{format.name}",
-            lambda x, gain, f=format: rms_norm_quantize(x, gain, 1e-6, f),
-            (x, gain),
-        )
-
-
-def _with(run: Callable, format: Fp4Format) -> Callable:
-    return lambda x: run(x, format)
+        run = functools.partial(_quantize, format=format, record=False)
+        yield CompileCase(f"quantize_{format.name}", run, (x,))
+        run = functools.partial(rms_norm_quantize, eps=1e-6, format=format)
+        yield CompileCase(f"rms_norm_quantize_{format.name}", run, (x, gain))

@@ -1,6 +1,5 @@
 """Triton kernels that quantize rows in one pass. Imports triton: loaded only where a kernel is called."""
 
-import triton
 import triton.language as tl
 
 from kernels_pallas.triton_fp4 import (
@@ -12,10 +11,11 @@ from kernels_pallas.triton_fp4 import (
     store_words,
     to_bf16,
 )
+from kernels_pallas.triton_jit import jit
 from kernels_pallas.triton_rows import own_row_exponent, store_fp4, store_low_bits, tile_rows
 
 
-@triton.jit
+@jit
 def quantize_kernel(
     x_ptr, rows, words_ptr, scales_ptr, row_exponent_ptr, mantissa_ptr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -32,7 +32,7 @@ def quantize_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def rms_norm_quantize_kernel(
     x_ptr, gain_ptr, rows, h_ptr, words_ptr, scales_ptr, row_exponent_ptr, mantissa_ptr,
     EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -67,7 +67,7 @@ def rms_norm_quantize_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _quantize_and_store(
     words, words_ptr, scales_ptr, row_exponent_ptr, mantissa_ptr, start, row, block, inside, mask,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr, MASKED: tl.constexpr,
