@@ -17,11 +17,13 @@ class Implementation:
       refusal: why it does not serve given arguments of `run`, or None if it does. It may say that something is
         missing on this machine; arguments may be shapes and dtypes only.
       platform: "tpu" or "gpu" as `jax.default_backend()` names it, where it is chosen by itself; None: anywhere.
+      deference: why it is not chosen by itself for arguments that it serves, or None if it is.
     """
 
     run: Callable[..., Any]
     refusal: Callable[..., str | None] = lambda *args, **options: None
     platform: str | None = None
+    deference: Callable[..., str | None] = lambda *args, **options: None
 
 
 def select(
@@ -70,7 +72,7 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
             return entry.refusal(*args, **options)
         if entry.platform != jax.default_backend():
             return f"it is for {entry.platform}, the default backend is {jax.default_backend()}"
-        return partitioned or entry.refusal(*args, **options)
+        return partitioned or entry.refusal(*args, **options) or entry.deference(*args, **options)
 
     return {name: against(entry) for name, entry in table.items()}
 

@@ -4,17 +4,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array, Stacked
-from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.grouped_matmul import reference, triton
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
+from kernels_pallas.tiled import TiledFp4Array
 
 ACTIVATIONS = ("swiglu",)
-IMPLEMENTATIONS = {"reference": Implementation(run=reference.grouped_matmul)}
+IMPLEMENTATIONS = {
+    "triton": Implementation(
+        run=triton.grouped_matmul, refusal=triton.refusal, platform="gpu", deference=triton.deference
+    ),
+    "reference": Implementation(run=reference.grouped_matmul),
+}
 
 
 def grouped_matmul(
     x: Shaped[Array, "..."] | Fp4Array,
-    w: Shaped[Array, "..."] | Fp4Array | Stacked,
+    w: Shaped[Array, "..."] | Fp4Array | TiledFp4Array | Stacked,
     group_sizes: Shaped[Array, "..."],
     *,
     activation: str | None = None,
@@ -24,7 +30,8 @@ def grouped_matmul(
 
     Args:
       x: bfloat16, float32 or float64 array, or an Fp4Array along axis -1.
-      w: an array of the dtype of `x`, or an Fp4Array along axis -2; or one layer of a stack of them.
+      w: an array of the dtype of `x`, or an Fp4Array along axis -2, or tiled; or one layer of a stack of
+        them. In kernels a row's result does not depend on the rows beside it.
       group_sizes: int32 [E], rows of each group; groups may be empty. Their sum must not exceed R.
       activation: "swiglu": w is [E, K, 2F], the columns of a gate, then those of an up projection, and the result
         silu(gate) * up, [R, F], computed in FP32 (arXiv 2002.05202).

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kernels_pallas import dots
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.matmul.reference import operands, row_scale
+from kernels_pallas.tiled import TiledFp4Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 def grouped_matmul(
     x: Float[Array, "r k"] | Fp4Array,
-    w: Float[Array, "e k n"] | Fp4Array | Stacked,
+    w: Float[Array, "e k n"] | Fp4Array | TiledFp4Array | Stacked,
     group_sizes: Int32[Array, " e"],
     *,
     activation: str | None = None,
@@ -118,6 +119,8 @@ def grouped_matmul(
     """See `api.grouped_matmul`."""
     if isinstance(w, Stacked):
         w = w.slice()
+    if isinstance(w, TiledFp4Array):
+        w = w.untile()
     rows, groups = x.shape[0], w.shape[0]
     layout = block_layout(group_sizes, rows)
     if isinstance(w, Fp4Array) and layout.group.shape[0] < groups:

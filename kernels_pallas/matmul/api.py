@@ -1,26 +1,35 @@
 """Matmul of BF16 and FP4 operands."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.implementations import Implementation, select
-from kernels_pallas.matmul import reference
+from kernels_pallas.matmul import reference, triton
+from kernels_pallas.tiled import TiledFp4Array
 
-IMPLEMENTATIONS = {"reference": Implementation(run=reference.matmul)}
+IMPLEMENTATIONS = {
+    "triton": Implementation(run=triton.matmul, refusal=triton.refusal, platform="gpu"),
+    "reference": Implementation(run=reference.matmul),
+}
+MODES = ("fast", "invariant")
 
 
 def matmul(
     x: Shaped[Array, "..."] | Fp4Array,
-    w: Shaped[Array, "..."] | Fp4Array,
+    w: Shaped[Array, "..."] | Fp4Array | TiledFp4Array,
     *,
+    mode: str = "invariant",
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
     """x [..., K] times w [K, N], accumulated in FP32.
 
     Args:
       x: bfloat16, float32 or float64 array, or an Fp4Array along axis -1.
-      w: an array of the dtype of `x`, or an Fp4Array along axis -2 (its row one matrix, or one column).
+      w: an array of the dtype of `x`, or an Fp4Array along axis -2 (its row one matrix, or one column), or tiled.
+      mode: of kernels: "invariant", a row's result does not depend on how many rows there are, or "fast". What XLA
+        compiles promises neither.
 
     An FP4 operand enters as code x block scale, exact in BF16; its power-of-two row scale multiplies the
     accumulator.
@@ -37,11 +46,15 @@ def matmul(
     check_dtypes(x, w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"cannot multiply x {x.shape} by w {w.shape}; expected [..., K] and [K, N]")
-    return select("matmul", implementation, IMPLEMENTATIONS, x, w)(x, w)
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}; expected one of {MODES}")
+    return select("matmul", implementation, IMPLEMENTATIONS, x, w, mode=mode)(x, w, mode=mode)
 
 
-def check_operand(name: str, a: Shaped[Array, "..."] | Fp4Array, axis: int) -> None:
-    """Raise unless `a` is a float array or an Fp4Array along `axis`."""
+def check_operand(name: str, a: Shaped[Array, "..."] | Fp4Array | TiledFp4Array, axis: int) -> None:
+    """Raise unless `a` is a float array, an Fp4Array along `axis`, or tiled."""
+    if isinstance(a, TiledFp4Array):
+        return
     if isinstance(a, Fp4Array):
         a.check()
         if a.axis != axis:
@@ -50,7 +63,9 @@ def check_operand(name: str, a: Shaped[Array, "..."] | Fp4Array, axis: int) -> N
         raise TypeError(f"{name} is {a.dtype}; expected bfloat16, float32, float64 or an Fp4Array")
 
 
-def check_dtypes(x: Shaped[Array, "..."] | Fp4Array, w: Shaped[Array, "..."] | Fp4Array) -> None:
+def check_dtypes(
+    x: Shaped[Array, "..."] | Fp4Array, w: Shaped[Array, "..."] | Fp4Array | TiledFp4Array
+) -> None:
     """TypeError for two arrays of different dtypes."""
-    if not isinstance(x, Fp4Array) and not isinstance(w, Fp4Array) and x.dtype != w.dtype:
+    if isinstance(x, jax.Array) and isinstance(w, jax.Array) and x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; expected one dtype: cast one of them")

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 from kernels_pallas import dots, formats
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.quantize.reference import operand
+from kernels_pallas.tiled import TiledFp4Array
 
 
 def operands(
@@ -20,15 +21,19 @@ def operands(
     return x, w
 
 
-def row_scale(a: Float[Array, "..."] | Fp4Array) -> Float[Array, "..."] | None:
+def row_scale(a: Float[Array, "..."] | Fp4Array | TiledFp4Array) -> Float[Array, "..."] | None:
     """Row scales to apply to the accumulator, in the shape of `row_exponent`; None if there are none."""
-    if isinstance(a, Fp4Array) and a.format.has_row_scale:
+    if isinstance(a, Fp4Array | TiledFp4Array) and a.format.has_row_scale:
         return formats.row_scale(a.row_exponent)
     return None
 
 
-def matmul(x: Float[Array, "..."] | Fp4Array, w: Float[Array, "..."] | Fp4Array) -> Float[Array, "..."]:
+def matmul(
+    x: Float[Array, "..."] | Fp4Array, w: Float[Array, "..."] | Fp4Array | TiledFp4Array, *, mode: str
+) -> Float[Array, "..."]:
     """See `api.matmul`."""
+    del mode  # XLA's business
+    w = w.untile() if isinstance(w, TiledFp4Array) else w
     left, right = operands(x, w)
     flat = left.reshape(-1, left.shape[-1])
     out = dots.einsum("mk,kn->mn", flat, right).reshape(left.shape[:-1] + right.shape[-1:])

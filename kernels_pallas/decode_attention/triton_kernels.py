@@ -1,0 +1,280 @@
+"""Triton kernels of decode attention. Loaded only where they are called.
+
+A program attends one chunk of one sequence for the query heads of one KV head, in tiles of positions: scores^T is
+keys times queries, output^T is values^T times weights, so that keys, decoded in registers, are the tensor cores' first
+operand as they lie in the cache. A second kernel joins the chunks. Exponentials are powers of two, the scores in units
+of log 2.
+
+FP4 programs are single warps: they share nothing, so none waits for another. The order of the head dimension within a
+tile is free where queries and results follow it; it is chosen so that a renaming of registers makes the operand.
+"""
+
+import triton.language as tl
+
+from kernels_pallas.triton_jit import jit
+
+_PLACES = "".join(
+    # Codes p and p + 4 of a word: three bits to 8..6, the sign to 15, in both halves.
+    f"{'shl' if 4 * p <= 6 else 'shr'}.b32 {pair}, $8, {abs(6 - 4 * p)}; and.b32 {pair}, {pair}, 0x01C001C0; "
+    f"shl.b32 t, $8, {12 - 4 * p}; and.b32 t, t, 0x80008000; or.b32 {pair}, {pair}, t; "
+    for p, pair in enumerate("abcd")
+)
+_RESULTS = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d; }"
+
+
+def _times(factor: str) -> str:
+    return " ".join(f"mul.rn.bf16x2 {pair}, {pair}, {factor};" for pair in "abcd")
+
+
+# A word of 8 codes times prepared scales: BF16 pairs a to d.
+DECODE_E4M3 = tl.constexpr("{ .reg .b32 a, b, c, d, t; " + _PLACES + _times("$9") + _RESULTS)
+DECODE_E8M0 = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, t; "
+    + _PLACES
+    + "mov.b32 t, 0x7E807E80; "
+    + _times("t")
+    + _times("$9")
+    + _RESULTS
+)
+# Scale bytes prepared, in both halves: E4M3 x 2^119 (codes are 2^-126 times their values), E8M0; NaN if poisoned.
+PREPARE_E4M3 = tl.constexpr(
+    "{ .reg .b32 s, m; .reg .pred p; setp.ge.u32 p, $1, 0x7F; mul.lo.u32 s, $1, 0x00100010; mov.b32 m, 0x7B807B80; "
+    "mul.rn.bf16x2 s, s, m; mov.b32 m, 0x7B007B00; mul.rn.bf16x2 s, s, m; selp.b32 $0, 0x7FC07FC0, s, p; }"
+)
+PREPARE_E8M0 = tl.constexpr(
+    "{ .reg .b32 s; .reg .pred p; setp.ge.u32 p, $1, 0xFF; mul.lo.u32 s, $1, 0x00800080; "
+    "selp.b32 $0, 0x7FC07FC0, s, p; }"
+)
+E4M3_SHIFT = tl.constexpr(128.0)  # what is missing from operands decoded with E4M3 scales
+UNSEEN = tl.constexpr(-1.0e38)  # the largest score of no position
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@jit
+def power_of_two(byte):
+    """2^(byte - 127) of bytes 1 to 254."""
+    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def prepared(ptr, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
+    """Prepared scales of every word of `rows`, `[TILE, D / 8]`."""
+    BYTES: tl.constexpr = D // 16 if E4M3 else D // 32
+    if BYTES % 4 == 0:
+        at = (
+            ptr.to(tl.pointer_type(tl.int32))
+            + rows[:, None] * (BYTES // 4)
+            + tl.arange(0, BYTES // 4)[None, :]
+        )
+        packed = tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)
+        byte = ((packed[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(TILE, BYTES)
+    else:
+        at = ptr + rows[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+        byte = (tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)).to(tl.int32)
+    code: tl.constexpr = PREPARE_E4M3 if E4M3 else PREPARE_E8M0
+    scale = tl.inline_asm_elementwise(code, "=r,r", [byte], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.broadcast_to(scale[:, :, None], (TILE, BYTES, D // 8 // BYTES)).reshape(TILE, D // 8)
+
+
+@jit
+def decoded(ptr, scales, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr):
+    """Values of `rows`, `[TILE, D / 8, i, p low, p high]` for code p + 4 i of a word."""
+    at = ptr + rows[:, None] * (D // 8) + tl.arange(0, D // 8)[None, :]
+    words = tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)
+    code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
+    a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
+        code,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, scales],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    low = tl.join(tl.join(a0, a1), tl.join(b0, b1))
+    high = tl.join(tl.join(c0, c1), tl.join(d0, d1))
+    return tl.join(low, high)
+
+
+@jit
+def opaque(x):
+    """x. Triton orders an operand by the narrowest type that it sees it come from; it does not see through this."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+
+@jit
+def exponents(ptr, rows, first, seen, MASKED: tl.constexpr, HEADS: tl.constexpr):
+    """Row exponent bytes. Those of four heads are one word, which copies of at least 4 bytes can prefetch."""
+    if HEADS % 4 == 0:
+        at = ptr.to(tl.pointer_type(tl.int32)) + (rows >> 2)
+        four = tl.load(at, mask=seen, other=0) if MASKED else tl.load(at)
+        return (four >> ((first & 3).to(tl.int32) * 8)) & 0xFF
+    return (tl.load(ptr + rows, mask=seen, other=0) if MASKED else tl.load(ptr + rows)).to(tl.int32)
+
+
+@jit
+def fp4_tile(
+    acc, top, total, q, k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
+    first, start, lowest, highest, scale,
+    MASKED: tl.constexpr, E4M3: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Positions from `start`, in cache rows from `first`."""
+    index = tl.arange(0, TILE)
+    rows = first + index * HEADS
+    seen = (start + index >= lowest) & (start + index <= highest)
+    scales = prepared(k_scale_ptr, rows, seen, MASKED, E4M3, D, TILE)
+    k = decoded(k_ptr, scales, rows, seen, MASKED, E4M3, D)
+    k = k.reshape(TILE, 4, D // 32, 2, 2, 2).permute(0, 2, 5, 4, 1, 3).reshape(TILE, D)
+    scores = tl.dot(opaque(k), q) * scale
+    if E4M3:
+        byte = exponents(k_exponent_ptr, rows, first, seen, MASKED, HEADS)
+        scores = scores * power_of_two(byte)[:, None]
+    if MASKED:
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    kept = tl.exp2(top - new_top)
+    weights = tl.exp2(scores - new_top[None, :])
+    total = total * kept + tl.sum(weights, 0)
+    if E4M3:
+        byte = exponents(v_exponent_ptr, rows, first, seen, MASKED, HEADS)
+        weights = weights * power_of_two(byte)[:, None]
+    scales = prepared(v_scale_ptr, rows, seen, MASKED, E4M3, D, TILE)
+    v = decoded(v_ptr, scales, rows, seen, MASKED, E4M3, D).permute(0, 1, 4, 3, 2)
+    if D >= 128:  # words 4 a + 2 b + c where shared memory has 8 b + 2 a + c: no two threads in one bank
+        v = v.reshape(TILE, D // 128, 4, 2, 2, 8).permute(0, 1, 3, 2, 4, 5)
+    v = opaque(v.reshape(TILE, D))
+    acc = tl.dot(tl.trans(v), weights.to(tl.bfloat16), acc * kept[None, :])
+    return acc, new_top, total
+
+
+@jit
+def bf16_tile(
+    acc, top, total, q, k_ptr, v_ptr, first, start, lowest, highest, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same for BF16 entries."""
+    index = tl.arange(0, TILE)
+    rows = first + index * HEADS
+    seen = (start + index >= lowest) & (start + index <= highest)
+    at = rows[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_ptr + at, mask=seen[:, None], other=0.0)
+    v = tl.load(v_ptr + at, mask=seen[:, None], other=0.0)
+    scores = tl.where(seen[:, None], tl.dot(k, q) * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    kept = tl.exp2(top - new_top)
+    weights = tl.exp2(scores - new_top[None, :])
+    total = total * kept + tl.sum(weights, 0)
+    acc = tl.dot(tl.trans(v), weights.to(tl.bfloat16), acc * kept[None, :])
+    return acc, new_top, total
+
+
+@jit
+def cache_row(
+    page_ptr, sequence, position, layer,
+    SEQUENCES: tl.constexpr, LENGTH: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """Row of (layer, sequence, position) in units of a position, and whether its page is mapped."""
+    if PAGES:
+        page = tl.load(page_ptr + sequence * PAGES + position // LENGTH).to(tl.int64)
+        return (layer * SEQUENCES + tl.maximum(page, 0)) * LENGTH + position % LENGTH, page >= 0
+    return (layer * SEQUENCES + sequence) * LENGTH + position, True
+
+
+@jit
+def attention_kernel(
+    q_ptr, position_ptr, page_ptr, layer_ptr,
+    k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
+    acc_ptr, top_ptr, total_ptr,
+    SCALE: tl.constexpr, FORMAT: tl.constexpr, SEQUENCES: tl.constexpr, LENGTH: tl.constexpr, PAGES: tl.constexpr,
+    LAYERED: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one sequence and KV head: acc `[G, D]`, each query head's largest score and sum of weights."""
+    chunk, sequence, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + chunk
+    capacity: tl.constexpr = PAGES * LENGTH if PAGES else LENGTH
+    group = tl.arange(0, G)
+    highest = tl.minimum(tl.load(position_ptr + sequence), capacity - 1)
+    lowest = tl.maximum(highest - WINDOW + 1, 0) if WINDOW else 0
+    begin = chunk * CHUNK
+    end = tl.minimum(begin + CHUNK, highest + 1)
+    if WINDOW:
+        begin = tl.maximum(begin, lowest // TILE * TILE)
+    top = tl.full((G,), UNSEEN, tl.float32)
+    total = tl.zeros((G,), tl.float32)
+    if begin >= end:
+        tl.store(top_ptr + part * G + group, top)
+        tl.store(total_ptr + part * G + group, total)
+        return
+    column = tl.arange(0, D)
+    dim = column
+    if FORMAT != "bf16":
+        # The head dimension in the order of the operand: (word of a quarter, p high, p low, quarter, i).
+        dim = (D // 4) * ((column >> 1) & 3) + 8 * (column >> 5) + 4 * (column & 1)
+        dim += 2 * ((column >> 4) & 1) + ((column >> 3) & 1)
+    at = ((sequence * HEADS + head) * QUERIES + group)[None, :] * D + dim[:, None]
+    q = tl.load(q_ptr + at, mask=(group < QUERIES)[None, :], other=0.0)
+    acc = tl.zeros((D, G), tl.float32)
+    sequence = sequence.to(tl.int64)
+    layer = tl.load(layer_ptr).to(tl.int64) if LAYERED else tl.full((), 0, tl.int64)
+    E4M3: tl.constexpr = FORMAT == "nvfp4"
+    scale = SCALE * LOG2_E * E4M3_SHIFT if E4M3 else SCALE * LOG2_E
+    if FORMAT == "bf16":
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+            last = tl.where(mapped, highest, -1) if PAGES else highest
+            acc, top, total = bf16_tile(
+                acc, top, total, q, k_ptr, v_ptr, row * HEADS + head, start, lowest, last, scale, HEADS, D, TILE
+            )  # fmt: skip
+    else:
+        whole = begin
+        if not (PAGES or WINDOW):
+            whole = begin + (end - begin) // TILE * TILE
+            for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+                row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+                acc, top, total = fp4_tile(
+                    acc, top, total, q, k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
+                    row * HEADS + head, start, lowest, highest, scale, False, E4M3, HEADS, G, D, TILE,
+                )  # fmt: skip
+        for start in tl.range(whole, end, TILE, num_stages=STAGES if PAGES or WINDOW else 1):
+            row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+            last = tl.where(mapped, highest, -1) if PAGES else highest
+            acc, top, total = fp4_tile(
+                acc, top, total, q, k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
+                row * HEADS + head, start, lowest, last, scale, True, E4M3, HEADS, G, D, TILE,
+            )  # fmt: skip
+        word = column // 8
+        if D >= 128:
+            word = (word & ~15) | (((word >> 1) & 3) * 4 + ((word >> 3) & 1) * 2 + (word & 1))
+        dim = word * 8 + ((column >> 1) & 3) + (column & 1) * 4
+        if E4M3:
+            acc = acc * E4M3_SHIFT
+    tl.store(top_ptr + part * G + group, top)
+    tl.store(total_ptr + part * G + group, total)
+    tl.store(acc_ptr + part * G * D + group[None, :] * D + dim[:, None], acc)
+
+
+@jit
+def join_kernel(
+    acc_ptr, top_ptr, total_ptr, sink_ptr, out_ptr,
+    CHUNKS: tl.constexpr, CHUNKS_POW2: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The output of one query head from its chunks."""
+    sequence_head, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunk, dim = tl.arange(0, CHUNKS_POW2), tl.arange(0, D)
+    at = (sequence_head * CHUNKS + chunk) * G + query
+    top = tl.load(top_ptr + at, mask=chunk < CHUNKS, other=UNSEEN)
+    total = tl.load(total_ptr + at, mask=chunk < CHUNKS, other=0.0)
+    largest = tl.max(top, 0)
+    if SINKS:
+        sink = tl.load(sink_ptr + (sequence_head % HEADS) * QUERIES + query) * LOG2_E
+        largest = tl.maximum(largest, sink)
+    share = tl.exp2(top - largest)
+    denominator = tl.sum(share * total, 0)
+    if SINKS:
+        denominator += tl.exp2(sink - largest)
+    # A chunk that saw nothing wrote nothing; one that saw only NaN has no largest score, but its sum is NaN.
+    written = (top > UNSEEN) | (total != 0.0)
+    acc = tl.load(acc_ptr + at[:, None] * D + dim[None, :], mask=written[:, None], other=0.0)
+    out = tl.sum(acc * share[:, None], 0) / tl.where(denominator == 0.0, 1.0, denominator)
+    tl.store(out_ptr + (sequence_head * QUERIES + query) * D + dim, out.to(tl.bfloat16))

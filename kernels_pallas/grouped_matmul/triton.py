@@ -1,0 +1,132 @@
+"""Grouped matmul on NVIDIA GPUs: FP4 weights are decoded in registers, on the way to the tensor cores.
+
+The kernel is in `triton_matmul`.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kernels_pallas import triton_bridge
+from kernels_pallas.arrays import Fp4Array, Stacked
+from kernels_pallas.formats import MXFP4, NVFP4
+from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.tiled import TiledFp4Array, tile
+from kernels_pallas.tiled_matmul import launch, tiled_weights
+from kernels_pallas.triton_bridge import CompileCase
+
+MAX_GROUPS = 1023
+
+
+def refusal(
+    x: Any, w: Any, group_sizes: jax.Array | jax.ShapeDtypeStruct, *, activation: str | None = None
+) -> str | None:
+    """Why this kernel does not serve these arguments, None if it does."""
+    return triton_bridge.unavailable() or shape_refusal(x, w, activation)
+
+
+def shape_refusal(x: Any, w: Any, activation: str | None = None) -> str | None:
+    """`refusal` on a machine that has all it takes."""
+    matrices = w.array if isinstance(w, Stacked) else w
+    for name, a in (("x", x), ("w", matrices)):
+        if not isinstance(a, Fp4Array | TiledFp4Array) and a.dtype != jnp.bfloat16:
+            return f"it multiplies bfloat16 and FP4, {name} is {a.dtype}"
+    experts, k, n = w.shape
+    if experts > MAX_GROUPS:
+        return f"{experts} groups exceed its {MAX_GROUPS}"
+    if isinstance(matrices, TiledFp4Array):
+        if matrices.gated != (activation == "swiglu"):
+            return f"w is tiled with gated={matrices.gated}, the activation is {activation}"
+    elif isinstance(matrices, Fp4Array):
+        if matrices.row_exponent.ndim != matrices.ndim - 2:
+            return "w has row scales of its columns, not one of each matrix"
+    elif n % 16 or k % 8:
+        return f"BF16 matrices of {k} x {n} are not multiples of 8 x 16"
+    return None
+
+
+def deference(
+    x: Any, w: Any, group_sizes: jax.Array | jax.ShapeDtypeStruct, *, activation: str | None = None
+) -> str | None:
+    """Why it is not chosen by itself: a trainer's matrices are XLA's, gradients included."""
+    if isinstance(w, Stacked | Fp4Array | TiledFp4Array):
+        return None
+    return "BF16 matrices outside a stack are a trainer's, and XLA's"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _differentiable(x, w, group_sizes, activation):
+    return _forward(x, w, group_sizes, activation=activation)
+
+
+def _differentiable_forward(x, w, group_sizes, activation):
+    return _forward(x, w, group_sizes, activation=activation), (x, w, group_sizes)
+
+
+def _differentiable_backward(activation, residuals, g):
+    x, w, group_sizes = residuals
+    _, pullback = jax.vjp(
+        lambda x, w: reference.grouped_matmul(x, w, group_sizes, activation=activation), x, w
+    )
+    return *pullback(g), None
+
+
+_differentiable.defvjp(_differentiable_forward, _differentiable_backward)
+
+
+def grouped_matmul(
+    x: Float[Array, "r k"] | Fp4Array,
+    w: Float[Array, "e k n"] | Fp4Array | TiledFp4Array | Stacked,
+    group_sizes: Int32[Array, " e"],
+    *,
+    activation: str | None = None,
+) -> Float[Array, "r n"]:
+    """See `api.grouped_matmul`. An Fp4Array is tiled first: do that once, where weights are synchronised."""
+    if isinstance(x, jax.Array) and isinstance(w, jax.Array):
+        return _differentiable(x, w, group_sizes, activation)
+    return _forward(x, w, group_sizes, activation=activation)
+
+
+def _forward(x, w, group_sizes, *, activation):
+    matrices = w.array if isinstance(w, Stacked) else w
+    if isinstance(matrices, Fp4Array):
+        w = tile(w.slice() if isinstance(w, Stacked) else w, gated=activation == "swiglu")
+    return launch(x, w, group_sizes, gated=activation == "swiglu")[0]
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Gated and plain, BF16 and FP4, from one row a group to many, and one layer of a stack."""
+
+    def shape(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    for format in (None, NVFP4, MXFP4):
+        for rows, experts, k, n, gated in (
+            (512, 128, 2048, 1536, True),
+            (512, 128, 768, 2048, False),
+            (4096, 128, 2048, 1536, True),
+            (8192, 128, 2048, 1536, True),
+            (32768, 128, 2048, 1536, True),
+            (256, 32, 2880, 5760, True),
+        ):
+            w = shape(experts, k, n)
+            if format is not None:
+                w = jax.eval_shape(functools.partial(tiled_weights, format, gated), w)
+            name = f"grouped_{'bf16' if format is None else format.name}_{rows}x{experts}x{k}x{n}"
+            arguments = (shape(rows, k), w, shape(experts, dtype=jnp.int32))
+            yield CompileCase(
+                name, functools.partial(_forward, activation="swiglu" if gated else None), arguments
+            )
+    layers = Stacked(
+        array=jax.eval_shape(functools.partial(tiled_weights, NVFP4, False), shape(4, 8, 256, 256)),
+        layer=shape(dtype=jnp.int32),
+    )
+    yield CompileCase(
+        "grouped_layer",
+        functools.partial(_forward, activation=None),
+        (shape(8, 256), layers, shape(8, dtype=jnp.int32)),
+    )

@@ -1,0 +1,89 @@
+"""Matmul with FP4 weights on NVIDIA GPUs: the grouped kernel with one group."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas import triton_bridge
+from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.formats import MXFP4, NVFP4
+from kernels_pallas.matmul.reference import row_scale
+from kernels_pallas.quantize.reference import operand
+from kernels_pallas.tiled import TiledFp4Array, tile, tile_order
+from kernels_pallas.tiled_matmul import decoded, launch, tiled_weights
+from kernels_pallas.triton_bridge import CompileCase
+
+DISPATCH = json.loads((pathlib.Path(__file__).parent / "dispatch.json").read_text())
+"""By device kind: the number of rows from which decoding the weights once and the library's GEMM is faster."""
+
+
+def refusal(x: Any, w: Any, *, mode: str) -> str | None:
+    """Why this kernel does not serve these arguments, None if it does."""
+    if not isinstance(w, Fp4Array | TiledFp4Array):
+        return "w is not FP4; the library's GEMM serves arrays"
+    if x.ndim != 2:
+        return f"x has {x.ndim} axes; it multiplies [M, K]"
+    if not isinstance(x, Fp4Array) and x.dtype != jnp.bfloat16:
+        return f"it multiplies bfloat16 and FP4, x is {x.dtype}"
+    if isinstance(w, Fp4Array) and w.row_exponent.ndim:
+        return "w has row scales of its columns, not one of the matrix"
+    return triton_bridge.unavailable()
+
+
+def matmul(
+    x: Float[Array, "m k"] | Fp4Array, w: Fp4Array | TiledFp4Array, *, mode: str
+) -> Float[Array, "m n"]:
+    """See `api.matmul`. An Fp4Array is tiled first: do that once, where weights are synchronised."""
+    if isinstance(w, Fp4Array):
+        w = tile(w)
+    rows = x.shape[0]
+    if mode == "fast" and rows >= DISPATCH.get(jax.devices()[0].device_kind, DISPATCH["default"]):
+        return _library(x, w)
+    one = jax.tree.map(lambda leaf: leaf[None], w)
+    split, columns = _split(*w.padded, rows if mode == "fast" else 1)
+    parts = launch(x, one, jnp.full((1,), rows, jnp.int32), gated=False, split=split, columns=columns)
+    return parts[0] if split == 1 else jnp.sum(parts, axis=0)
+
+
+def _split(k: int, n: int, rows: int) -> tuple[int, int]:
+    """Parts of K and columns of a tile: programs for several waves, of at least 1024 values of K each."""
+    if rows > 32:
+        return 1, 128
+    columns = 128 if n >= 8192 else 64
+    split = 1
+    while (
+        split < 4 and k // (2 * split) >= 1024 and k % (2 * split * 128) == 0 and split * n // columns < 640
+    ):
+        split *= 2
+    return split, columns
+
+
+def _library(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array) -> Float[Array, "m n"]:
+    """Weights decoded to BF16, then the library's GEMM."""
+    x_scale, left = row_scale(x), operand(x) if isinstance(x, Fp4Array) else x
+    out = jnp.einsum("mk,nk->mn", tile_order(left), decoded(w), preferred_element_type=jnp.float32)
+    out = out[:, : w.shape[-1]]
+    if x_scale is not None:
+        out = out * x_scale[:, None]
+    return out * row_scale(w) if w.format.has_row_scale else out
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """One row to a prompt's, and weights decoded for the library."""
+    for format in (NVFP4, MXFP4):
+        w = jax.eval_shape(
+            functools.partial(tiled_weights, format, False),
+            jax.ShapeDtypeStruct((8192, 28672), jnp.bfloat16),
+        )
+        for rows in (1, 64, 256):
+            x = jax.ShapeDtypeStruct((rows, 8192), jnp.bfloat16)
+            yield CompileCase(
+                f"matmul_{format.name}_{rows}", functools.partial(matmul, mode="invariant"), (x, w)
+            )
+        yield CompileCase(f"operand_{format.name}", decoded, (w,))

@@ -1,0 +1,99 @@
+"""Matmuls of rows, grouped or not, with tiled FP4 weights: the calls of the kernels in `triton_matmul`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas import triton_bridge
+from kernels_pallas.arrays import Fp4Array, Stacked
+from kernels_pallas.formats import Fp4Format
+from kernels_pallas.quantize.reference import operand, quantize
+from kernels_pallas.tiled import TiledFp4Array, tile, tile_order
+
+
+def launch(
+    x: Any, w: Any, group_sizes: jax.Array, *, gated: bool, split: int = 1, columns: int = 128
+) -> Float[Array, "s r n"]:
+    """The kernel on weights that are BF16 or tiled: the result, or `split` partial sums over parts of K."""
+    from kernels_pallas.triton_matmul import grouped_kernel
+
+    matrices = w.array if isinstance(w, Stacked) else w
+    rows, (groups, k, n) = x.shape[0], w.shape
+    scaled = isinstance(x, Fp4Array) and x.format.has_row_scale
+    exponents = x.row_exponent if scaled else group_sizes
+    x = operand(x) if isinstance(x, Fp4Array) else x
+    if isinstance(matrices, TiledFp4Array):
+        arrays = [tile_order(x), exponents, matrices.words, matrices.scales, matrices.row_exponent]
+        format, padded = matrices.format.name, matrices.padded
+    else:
+        arrays = [x, exponents, matrices, group_sizes, group_sizes]
+        format, padded = "bf16", (k, n)
+    tiles = _tiles(rows, groups, format != "bf16", columns)
+    # Every group may end in a block that is not full; rows of no group are a group too.
+    row_blocks = (rows + min(groups + 1, rows) * (tiles["BLOCK_M"] - 1)) // tiles["BLOCK_M"]
+    return triton_bridge.call(
+        grouped_kernel,
+        *arrays,
+        group_sizes,
+        w.layer if isinstance(w, Stacked) else group_sizes,
+        outputs=[jax.ShapeDtypeStruct((split, rows, n // 2 if gated else n), jnp.float32)],
+        grid=(row_blocks * -(-padded[1] // tiles["BLOCK_N"]), split),
+        num_warps=tiles["WARPS"],
+        num_stages=tiles["STAGES"],
+        ROWS=rows,
+        N=n,
+        K=k,
+        N_PADDED=padded[1],
+        K_PADDED=padded[0],
+        GROUPS=groups,
+        GROUPS_POW2=1 << groups.bit_length(),
+        FORMAT=format,
+        GATED=gated,
+        X_SCALED=scaled,
+        LAYERED=isinstance(w, Stacked),
+        SPLIT=split,
+        **tiles,
+    )[0]
+
+
+def _tiles(rows: int, groups: int, fp4: bool, columns: int) -> dict[str, int]:
+    """Tile sizes by the mean group, measured on an H200. None changes in which order a sum is taken."""
+    mean = -(-rows // groups)
+    if mean <= 16:
+        deep = {"BLOCK_M": 16, "BLOCK_K": 128, "WARPS": 4, "STAGES": 4 if fp4 else 3}
+    elif mean <= 32:
+        deep = {"BLOCK_M": 32, "BLOCK_K": 64, "WARPS": 4, "STAGES": 3}
+    elif mean <= 64:
+        deep = {"BLOCK_M": 64, "BLOCK_K": 64, "WARPS": 8 if fp4 else 4, "STAGES": 3}
+        if groups == 1:
+            deep |= {"BLOCK_K": 128, "WARPS": 4}
+    else:
+        deep = {"BLOCK_M": 256 if mean > 128 else 128, "BLOCK_K": 64, "WARPS": 8, "STAGES": 3}
+    return {"BLOCK_N": columns, **deep}
+
+
+def decoded(w: TiledFp4Array) -> Float[Array, "n2 k2"]:
+    """Operand of a matrix, code x block scale in BF16, transposed, filled up and in tile order."""
+    from kernels_pallas.triton_matmul import operand_kernel
+
+    k, n = w.padded
+    return triton_bridge.call(
+        operand_kernel,
+        w.words,
+        w.scales,
+        outputs=[jax.ShapeDtypeStruct((n, k), jnp.bfloat16)],
+        grid=(n // 64, k // 128),
+        num_warps=4,
+        K_PADDED=k,
+        FORMAT=w.format.name,
+        BLOCK_N=64,
+        BLOCK_K=128,
+        WARPS=4,
+    )[0]
+
+
+def tiled_weights(format: Fp4Format, gated: bool, w: Float[Array, "... k n"]) -> TiledFp4Array:
+    """Quantized weights, one row scale per matrix, tiled."""
+    return tile(quantize(w, format, axis=-2, row_axes=(-2, -1)), gated=gated)

@@ -1,0 +1,254 @@
+"""The Triton kernel of grouped matmuls. Loaded only where it is called.
+
+It computes the transpose, weights times activations: the weights, decoded in registers, are the operand that Hopper's
+tensor cores take from there. `tiled` says how the words are laid out. K is never split and always walked in the same
+order, in FP32, so that a row's result does not depend on the rows beside it.
+"""
+
+import triton.language as tl
+
+from kernels_pallas.triton_jit import jit
+
+# A word to four BF16 pairs a, b, c, d that are 2^-126 times the values.
+_PAIRS = """
+.reg .b32 a, b, c, d, t;
+and.b32 a, $8, 0x81C081C0;
+shl.b32 b, $8, 3;
+and.b32 b, b, 0x81C081C0;
+shl.b32 c, $8, 6;
+and.b32 c, c, 0x81C081C0;
+shl.b32 d, $8, 1;
+and.b32 d, d, 0x80008000;
+shr.b32 t, $8, 4;
+and.b32 t, t, 0x00C000C0;
+or.b32 d, d, t;
+shr.b32 t, $8, 5;
+and.b32 t, t, 0x01000100;
+or.b32 d, d, t;
+"""
+_RESULTS = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;"
+
+
+def _times(factor: str) -> str:
+    return " ".join(f"mul.rn.bf16x2 {pair}, {pair}, {factor};" for pair in "abcd")
+
+
+# Times E4M3 scales x 2^119, which their widened bytes are under the exponent bits 111: exact, 2^-7 times the operand.
+DECODE_E4M3 = tl.constexpr(
+    "{ .reg .b32 s; mad.lo.u32 s, $9, 0x00100010, 0x70007000;" + _PAIRS + _times("s") + _RESULTS + "}"
+)
+# Times 2^126, then times E8M0 scales, which their bytes are as exponents.
+DECODE_E8M0 = tl.constexpr(
+    "{ .reg .b32 s, u; mul.lo.u32 s, $9, 0x00800080; mov.b32 u, 0x7E807E80;"
+    + _PAIRS
+    + _times("u")
+    + _times("s")
+    + _RESULTS
+    + "}"
+)
+E4M3_SHIFT = tl.constexpr(128.0)  # what is missing from operands decoded with E4M3 scales
+
+
+@jit
+def unit_offsets(
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, units, SCALES: tl.constexpr
+):
+    """Offsets of a tile's words and of each word's scale byte, for a grid of 16 x 64 units that is `units` deep.
+
+    `[columns / 16 / WARPS, DEPTH / 64, WARPS, 128]`: every warp reads units of its own, every thread 16 bytes.
+    """
+    outer: tl.constexpr = COLUMNS // (16 * WARPS)
+    inner = tl.arange(0, 128)
+    unit = (tl.arange(0, outer)[:, None, None] * WARPS + tl.arange(0, WARPS)[None, None, :]) * units
+    unit = (unit + tl.arange(0, DEPTH // 64)[None, :, None])[:, :, :, None]
+    if SCALES == 64:  # two threads of four share a block
+        of_word = (inner // 16) * 8 + ((inner // 8) % 2) * 4 + inner % 4
+    else:
+        of_word = (inner // 16) * 4 + inner % 4
+    return unit * 128 + inner[None, None, None, :], unit * SCALES + of_word[None, None, None, :]
+
+
+@jit
+def decoded(
+    words, scales, E4M3: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr
+):
+    """BF16 `[COLUMNS, DEPTH]` of a tile of words and its scale bytes. A renaming of registers but for the decoding."""
+    code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
+    a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
+        code,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [words, scales.to(tl.int32)],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    low = tl.join(tl.join(a0, a1), tl.join(c0, c1))
+    high = tl.join(tl.join(b0, b1), tl.join(d0, d1))
+    x = tl.join(low, high)
+    # outer, depth, warp, (row, quad, two tiles of K, two halves of rows), pair, tile of K, half of K
+    x = x.reshape(COLUMNS // (16 * WARPS), DEPTH // 64, WARPS, 8, 4, 2, 2, 2, 2, 2)
+    return x.permute(0, 2, 6, 3, 1, 5, 8, 9, 4, 7).reshape(COLUMNS, DEPTH)
+
+
+@jit
+def power_of_two(byte):
+    """2^(byte - 127) of bytes 1 to 254."""
+    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@jit
+def grouped_kernel(
+    x_ptr,
+    x_exponent_ptr,
+    w_ptr,
+    scales_ptr,
+    w_exponent_ptr,
+    sizes_ptr,
+    layer_ptr,
+    out_ptr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    N_PADDED: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_POW2: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GATED: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    LAYERED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One program: BLOCK_M rows of one group by BLOCK_N columns, over K / SPLIT.
+
+    Rows past the last group are one more group, of zeros. Programs are more than any group sizes need.
+    """
+    column_blocks: tl.constexpr = (N_PADDED + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    row_block = program // column_blocks
+    column_block = program % column_blocks
+
+    index = tl.arange(0, GROUPS_POW2)
+    sizes = tl.load(sizes_ptr + index, mask=index < GROUPS, other=0)
+    sizes = tl.where(index == GROUPS, ROWS - tl.sum(sizes, 0), sizes)
+    blocks = (sizes + BLOCK_M - 1) // BLOCK_M
+    group = tl.sum((tl.cumsum(blocks, 0) <= row_block).to(tl.int32), 0)
+    if group > GROUPS:
+        return
+    first_row = tl.sum(tl.where(index < group, sizes, 0), 0)
+    first_block = tl.sum(tl.where(index < group, blocks, 0), 0)
+    size = tl.sum(tl.where(index == group, sizes, 0), 0)
+    within = (row_block - first_block) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = within < size
+    rows = (first_row + within).to(tl.int64)
+
+    matrix = group.to(tl.int64)
+    if LAYERED:
+        matrix += tl.load(layer_ptr).to(tl.int64) * GROUPS
+    steps = tl.where(group < GROUPS, (K_PADDED // SPLIT + BLOCK_K - 1) // BLOCK_K, 0)
+    first_k = tl.program_id(1) * (K_PADDED // SPLIT)
+    k = first_k + tl.arange(0, BLOCK_K)
+    x_width: tl.constexpr = K if FORMAT == "bf16" else K_PADDED
+    x_at = x_ptr + rows[:, None] * x_width + k[None, :]
+
+    if FORMAT == "bf16":
+        width: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+        half: tl.constexpr = N // 2 if GATED else N
+        columns = column_block * width + tl.arange(0, width)
+        inside = (columns < half)[None, :]
+        w_at = w_ptr + matrix * K * N + k[:, None] * N + columns[None, :]
+        first = tl.zeros((width, BLOCK_M), tl.float32)
+        second = tl.zeros((width, BLOCK_M), tl.float32)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            if K % BLOCK_K == 0:
+                w = tl.load(w_at, mask=inside, other=0.0)
+                x = tl.load(x_at, mask=live[:, None], other=0.0)
+            else:
+                deep = k + step * BLOCK_K < K
+                w = tl.load(w_at, mask=inside & deep[:, None], other=0.0)
+                x = tl.load(x_at, mask=live[:, None] & deep[None, :], other=0.0)
+            x = tl.trans(x)
+            first = tl.dot(tl.trans(w), x, first)
+            if GATED:
+                if K % BLOCK_K == 0:
+                    w = tl.load(w_at + half, mask=inside, other=0.0)
+                else:
+                    w = tl.load(w_at + half, mask=inside & deep[:, None], other=0.0)
+                second = tl.dot(tl.trans(w), x, second)
+            w_at += BLOCK_K * N
+            x_at += BLOCK_K
+    else:
+        SCALES: tl.constexpr = 64 if FORMAT == "nvfp4" else 32
+        units: tl.constexpr = K_PADDED // 64
+        word, scale = unit_offsets(BLOCK_N, BLOCK_K, WARPS, units, SCALES)
+        unit = matrix * (N_PADDED // 16) * units + column_block * (BLOCK_N // 16) * units + first_k // 64
+        word_at = w_ptr + unit * 128 + word
+        scale_at = scales_ptr + unit * SCALES + scale
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for _ in tl.range(0, steps, num_stages=STAGES):
+            words = tl.load(word_at)
+            scales = tl.load(scale_at)
+            x = tl.load(x_at, mask=live[:, None], other=0.0)
+            w = decoded(words, scales, FORMAT == "nvfp4", BLOCK_N, BLOCK_K, WARPS)
+            acc = tl.dot(w, tl.trans(x), acc)
+            word_at += BLOCK_K // 64 * 128
+            scale_at += BLOCK_K // 64 * SCALES
+            x_at += BLOCK_K
+        if FORMAT == "nvfp4":
+            exponent = tl.load(w_exponent_ptr + matrix, mask=group < GROUPS, other=127)
+            acc = acc * E4M3_SHIFT * power_of_two(exponent)
+        if GATED:
+            first, second = tl.split(acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1))
+            first = first.reshape(BLOCK_N // 2, BLOCK_M)
+            second = second.reshape(BLOCK_N // 2, BLOCK_M)
+        else:
+            first = acc
+
+    out_width: tl.constexpr = N // 2 if GATED else N
+    out_block: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if X_SCALED:
+        exponent = tl.load(x_exponent_ptr + rows, mask=live & (group < GROUPS), other=127)
+        first = first * power_of_two(exponent)[None, :]
+        if GATED:
+            second = second * power_of_two(exponent)[None, :]
+    if GATED:
+        first = silu(first) * second
+    columns = column_block * out_block + tl.arange(0, out_block)
+    out_at = out_ptr + tl.program_id(1).to(tl.int64) * ROWS * out_width
+    out_at += rows[None, :] * out_width + columns[:, None]
+    tl.store(out_at, first, mask=live[None, :] & (columns < out_width)[:, None])
+
+
+@jit
+def operand_kernel(
+    w_ptr,
+    scales_ptr,
+    out_ptr,
+    K_PADDED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Decoded weights `[N', K']` in tile order; programs over columns and K."""
+    SCALES: tl.constexpr = 64 if FORMAT == "nvfp4" else 32
+    units: tl.constexpr = K_PADDED // 64
+    word, scale = unit_offsets(BLOCK_N, BLOCK_K, WARPS, units, SCALES)
+    unit = tl.program_id(0).to(tl.int64) * (BLOCK_N // 16) * units + tl.program_id(1) * (BLOCK_K // 64)
+    words, scales = tl.load(w_ptr + unit * 128 + word), tl.load(scales_ptr + unit * SCALES + scale)
+    w = decoded(words, scales, FORMAT == "nvfp4", BLOCK_N, BLOCK_K, WARPS)
+    if FORMAT == "nvfp4":
+        w = (w.to(tl.float32) * E4M3_SHIFT).to(tl.bfloat16)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tl.store(out_ptr + rows[:, None] * K_PADDED + k[None, :], w)
