@@ -14,6 +14,7 @@ from kernels_pallas.grouped_matmul.api import IMPLEMENTATIONS
 from kernels_pallas.grouped_matmul.reference import block_layout, block_rows
 from kernels_pallas.grouped_matmul.shapes import SHAPES
 from kernels_pallas.quantize import dequantize, quantize
+from tests.kernels_pallas.serving import served
 
 TINY = SHAPES["tiny"]  # 48 rows, 6 experts
 SIZES = {
@@ -35,7 +36,7 @@ def implementation(request):
 
 @pytest.fixture(scope="module")
 def run(implementation):
-    return jax.jit(lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation=implementation))
+    return served(grouped_matmul, implementation)
 
 
 @pytest.fixture(scope="module")
@@ -201,5 +202,5 @@ def test_errors_name_what_is_wrong(rng):
         grouped_matmul(x, w.swapaxes(1, 2), sizes)
     with pytest.raises(TypeError, match="w is float16; expected"):
         grouped_matmul(x, w.astype(jnp.float16), sizes)
-    with pytest.raises(ValueError, match=r"no implementation 'triton'; available"):
-        grouped_matmul(x, w, sizes, implementation="triton")
+    with pytest.raises(ValueError, match=r"no implementation 'cuda'; available"):
+        grouped_matmul(x, w, sizes, implementation="cuda")

@@ -15,6 +15,7 @@ from kernels_pallas.matmul import matmul
 from kernels_pallas.matmul.api import IMPLEMENTATIONS
 from kernels_pallas.matmul.shapes import SHAPES
 from kernels_pallas.quantize import dequantize, quantize
+from tests.kernels_pallas.serving import served
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
 TINY = SHAPES["tiny"]
@@ -22,7 +23,7 @@ TINY = SHAPES["tiny"]
 
 @pytest.fixture(params=sorted(IMPLEMENTATIONS), scope="module")
 def run(request):
-    return jax.jit(lambda x, w: matmul(x, w, implementation=request.param))
+    return served(matmul, request.param)
 
 
 @pytest.fixture

@@ -1,0 +1,142 @@
+"""Every kernel beside its baselines, in one run, at shapes of real models; or, with --list, what runs here and why.
+
+    python -m experiments.bench_kernels --list
+    python -m experiments.bench_kernels [--group matmul|grouped_matmul|decode_attention|rounding] [--out DIR]
+
+A call is one program that makes `CALLS` calls of an op on different inputs; its time over `CALLS` is what is shown, the
+median of `REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run only.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.kernel_cases import GROUPS, Case, Run, normal
+from experiments.kernel_list import describe
+from trace_jax.runs import describe_environment
+
+CALLS, REPEATS = 8, 9
+
+
+def many(run: Run) -> Run:
+    """A program of `CALLS` calls, each with a first argument of its own, so that none is left out."""
+    return jax.jit(lambda firsts, *rest: [run(first, *rest) for first in firsts])
+
+
+def copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a program of `many`."""
+    first, *rest = arguments
+    return ([jax.tree.map(jnp.copy, first) for _ in range(CALLS)], *rest)
+
+
+def timed(programs: Mapping[str, tuple[Run, tuple[Any, ...]]]) -> dict[str, float]:
+    """Microseconds a call of each program, medians over rounds in which they take turns."""
+    for run, arguments in programs.values():
+        jax.block_until_ready(run(*arguments))
+    samples: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(REPEATS):
+        for name, (run, arguments) in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(*arguments))
+            samples[name].append((time.perf_counter() - start) / CALLS)
+    return {name: float(np.median(values)) * 1e6 for name, values in samples.items()}
+
+
+def copy_bandwidth() -> float:
+    """Bytes a microsecond, read and written, of an elementwise pass over 512 MiB."""
+    x = normal(2**28)
+    us = timed({"copy": (many(lambda x: x * jnp.bfloat16(1.5)), copies((x,)))})["copy"]
+    return 2 * x.nbytes / us
+
+
+def measure(case: Case, bandwidth: float) -> dict[str, Any]:
+    """One row of the table as JSON: times in microseconds, the ratio that counts, and whether it is kept."""
+    row: dict[str, Any] = {"op": case.op, "shape": case.shape, "must": case.must, "aim": case.aim}
+    arguments = copies(case.arguments())
+    other = arguments if case.baseline_arguments is None else copies(case.baseline_arguments())
+    programs = {"ours": (many(case.ours), arguments)}
+    for name, run in case.baselines.items():
+        try:
+            program = many(run)
+            jax.block_until_ready(program(*other))
+        except Exception as error:  # a baseline that this machine lacks is shown as such
+            row.setdefault("without", {})[name] = str(error).splitlines()[0][:200]
+            continue
+        programs[name] = (program, other)
+    times = timed(programs)
+    row["us"] = {name: round(us, 1) for name, us in times.items()}
+    if case.bytes:
+        row["bandwidth_share"] = round(case.bytes / times["ours"] / bandwidth, 3)
+    if case.bandwidth:
+        row["ratio"] = row["bandwidth_share"]
+    elif len(times) > 1:
+        row["ratio"] = round(min(us for name, us in times.items() if name != "ours") / times["ours"], 3)
+    if case.must is not None and "ratio" in row:
+        row["verdict"] = "aim" if row["ratio"] >= (case.aim or np.inf) else "must"
+        if row["ratio"] < case.must:
+            row["verdict"] = "missed"
+    return row
+
+
+def table(rows: list[dict[str, Any]], bandwidth: float) -> str:
+    """Markdown."""
+    lines = [
+        f"copy: {bandwidth / 1e6:.2f} TB/s read and written; ratios of bandwidth are shares of it, others are the "
+        "fastest baseline's time over ours",
+        "",
+        "| op | shape | ours, us | baselines, us | ratio | must | aim | | share of copy |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        others = ", ".join(f"{name} {us}" for name, us in row["us"].items() if name != "ours")
+        cells = [row["op"], row["shape"], row["us"]["ours"], others]
+        cells += [row.get(name) if row.get(name) is not None else "" for name in ("ratio", "must", "aim", "verdict")]
+        lines.append("| " + " | ".join(str(c) for c in [*cells, row.get("bandwidth_share", "")]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print which implementation serves each op, and why")
+    parser.add_argument("--group", choices=sorted(GROUPS), action="append", help="only these; all by default")
+    parser.add_argument("--match", default="", help="only cases whose op and shape contain this")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_kernels"))
+    arguments = parser.parse_args()
+    if arguments.list:
+        print(describe())
+        return
+    if jax.default_backend() != "gpu":
+        sys.exit(
+            f"the benchmark needs a GPU, the default backend is {jax.default_backend()}; --list says what runs here."
+        )
+    bandwidth = copy_bandwidth()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for group in arguments.group or GROUPS:
+        for case in GROUPS[group]():
+            if arguments.match not in f"{case.op} {case.shape}":
+                continue
+            rows.append(measure(case, bandwidth))
+            print(json.dumps(rows[-1]), flush=True)
+            result = {
+                "command": " ".join(["python -m experiments.bench_kernels", *sys.argv[1:]]),
+                "environment": describe_environment(),
+                "copy_tb_per_s": bandwidth / 1e6,
+                "rows": rows,
+            }
+            (arguments.out / "bench_kernels.json").write_text(json.dumps(result, indent=1, default=str))
+            (arguments.out / "bench_kernels.md").write_text(table(rows, bandwidth) + "\n")
+    print(table(rows, bandwidth))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""What `experiments.bench_kernels` times: named shapes of real models, each kernel beside its baselines."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.decode_attention import attention
+from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.guided_round import Guide, guided_values
+from kernels_pallas.kv_cache import KVCache, append
+from kernels_pallas.matmul import matmul
+from kernels_pallas.quantize import dequantize, quantize, quantize_recorded, rms_norm_quantize
+from kernels_pallas.tiled import TiledFp4Array, tile
+from kernels_pallas.tiled_matmul import decoded
+
+Run = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+      op, shape: what is timed.
+      ours: the kernel, called with `arguments`.
+      baselines: by name, called with `baseline_arguments`; the fastest counts.
+      arguments, baseline_arguments: made on the device when the case is run; every call gets a copy of the first one.
+      bytes: that `ours` must move, each input read once and each output written once.
+      must, aim: smallest ratio of the baseline's time to ours; for `bandwidth`, smallest share of a copy's.
+      bandwidth: the baseline is a copy on the device.
+    """
+
+    op: str
+    shape: str
+    ours: Run
+    arguments: Callable[[], tuple[Any, ...]]
+    baselines: Mapping[str, Run] = dataclasses.field(default_factory=dict)
+    baseline_arguments: Callable[[], tuple[Any, ...]] | None = None
+    bytes: int = 0
+    must: float | None = None
+    aim: float | None = None
+    bandwidth: bool = False
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
+    """Normal BF16 numbers."""
+    return jax.jit(lambda: (scale * jax.random.normal(jax.random.key(seed), shape)).astype(jnp.bfloat16))()
+
+
+def weights(format: Fp4Format, *shape: int, gated: bool = False) -> TiledFp4Array:
+    """Random codes and scales, tiled: values do not matter to speed, but are not all alike."""
+
+    def make():
+        k, n = shape[-2:]
+        keys = jax.random.split(jax.random.key(1))
+        words = jax.random.bits(keys[0], (*shape[:-2], k // 8, n), jnp.uint32)
+        scales = jax.random.randint(keys[1], (*shape[:-2], k // format.block, n), 100, 126).astype(jnp.uint8)
+        exponent = jnp.full(shape[:-2], 120, jnp.uint8)
+        w = Fp4Array(words=words, scales=scales, row_exponent=exponent, format=format, axis=-2)
+        return tile(w, gated=gated)
+
+    return jax.jit(make)()
+
+
+def quantized(format: Fp4Format, x: jax.Array) -> Fp4Array:
+    return jax.jit(functools.partial(quantize, format=format))(x)
+
+
+# --- matmul -----------------------------------------------------------------------------------------
+
+DENSE = (8192, 28672)  # 470 MB in BF16: several times any cache
+
+
+def matmul_cases() -> Iterator[Case]:
+    """Dense FP4 weights against the library's BF16 GEMM."""
+    k, n = DENSE
+    musts = {1: (2.0, 2.8), 16: (2.0, 2.8), 64: (1.4, 2.0), 256: (0.9, 1.0), 2048: (0.85, 0.95)}
+    for rows, (must, aim) in musts.items():
+        for format in (NVFP4, MXFP4):
+            yield Case(
+                op="matmul",
+                shape=f"{format.name} {rows} x {k} x {n}",
+                ours=functools.partial(matmul, mode="fast"),
+                arguments=functools.partial(_dense_arguments, format, rows),
+                baselines={"bf16 library": functools.partial(_library, "mk,kn->mn")},
+                baseline_arguments=lambda rows=rows: (normal(rows, k), normal(k, n, seed=1)),
+                bytes=weight_bytes(format, k, n) + 2 * rows * k + 4 * rows * n,
+                must=2.1 if format is MXFP4 and rows <= 16 else must,
+                aim=aim,
+            )
+    for rows in (1, 16, 64, 256):
+        yield Case(
+            op="matmul invariant",
+            shape=f"nvfp4 {rows} x {k} x {n}",
+            ours=functools.partial(matmul, mode="invariant"),
+            arguments=functools.partial(_dense_arguments, NVFP4, rows),
+            baselines={"fast mode": functools.partial(matmul, mode="fast")},
+            must=0.75,
+            aim=0.85,
+        )
+    for format in (NVFP4, MXFP4):
+        yield Case(
+            op="dequantize weights",
+            shape=f"{format.name} {k} x {n}",
+            ours=decoded,
+            arguments=lambda format=format: (weights(format, k, n),),
+            bytes=weight_bytes(format, k, n) + 2 * k * n,
+            must=0.65,
+            aim=0.85,
+            bandwidth=True,
+        )
+
+
+def _dense_arguments(format: Fp4Format, rows: int) -> tuple[Any, ...]:
+    return normal(rows, DENSE[0]), weights(format, *DENSE)
+
+
+def _library(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
+
+
+def weight_bytes(format: Fp4Format, *shape: int) -> int:
+    """Of packed weights: 4 bits a value and a byte a block."""
+    values = functools.reduce(lambda a, b: a * b, shape)
+    return values // 2 + values // format.block
+
+
+# --- grouped matmul ---------------------------------------------------------------------------------
+
+EXPERTS = {  # experts, K, N of gate and up projections
+    "qwen3_30b_a3b": (128, 2048, 1536),
+    "qwen3_5_35b_a3b": (256, 2048, 1024),
+    "gpt_oss_20b": (32, 2880, 5760),
+}
+
+
+def grouped_cases() -> Iterator[Case]:
+    """Gate and up projections with SwiGLU, 1 to 64 rows an expert, against the best of three BF16 ways."""
+    for model, (experts, k, n) in EXPERTS.items():
+        for each in (1, 4, 16, 64):
+            rows = experts * each
+            if rows > 2048 and (model, each) != ("qwen3_30b_a3b", 64):
+                continue
+            for format in (NVFP4, MXFP4):
+                few = each <= 4
+                yield Case(
+                    op="grouped_matmul",
+                    shape=f"{model} {format.name} {rows} rows ({each} an expert)",
+                    ours=_swiglu,
+                    arguments=functools.partial(_grouped_arguments, format, rows, experts, k, n),
+                    baselines={
+                        "our bf16": functools.partial(_swiglu, implementation="triton"),
+                        "einsum": _batched,
+                        "ragged_dot": _ragged,
+                    },
+                    baseline_arguments=functools.partial(_grouped_arguments, None, rows, experts, k, n),
+                    bytes=weight_bytes(format, experts, k, n) + 2 * rows * k + 2 * rows * n,
+                    must=1.9 if few else None,
+                    aim=2.7 if few else None,
+                )
+
+
+def _grouped_arguments(format: Fp4Format | None, rows: int, experts: int, k: int, n: int) -> tuple[Any, ...]:
+    w = normal(experts, k, n, seed=1, scale=k**-0.5)
+    if format is not None:
+        w = weights(format, experts, k, n, gated=True)
+    return normal(rows, k), w, jnp.full((experts,), rows // experts, jnp.int32)
+
+
+def _swiglu(x: Any, w: Any, sizes: jax.Array, implementation: str | None = None) -> jax.Array:
+    return grouped_matmul(x, w, sizes, activation="swiglu", implementation=implementation)
+
+
+def _batched(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    blocks = x.reshape(w.shape[0], -1, x.shape[-1])
+    return _activated(_library("ebk,ekn->ebn", blocks, w)).reshape(x.shape[0], -1)
+
+
+def _ragged(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _activated(lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32))
+
+
+def _activated(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+# --- attention --------------------------------------------------------------------------------------
+
+
+def attention_cases() -> Iterator[Case]:
+    """Decode attention over FP4 entries, against the same kernel over BF16 and cuDNN's."""
+    shapes = (  # batch, length, KV heads, query heads, head dimension
+        ("qwen3_30b_a3b", 64, 8192, 4, 32, 128),
+        ("qwen3_30b_a3b", 32, 8192, 4, 32, 128),
+        ("qwen3_30b_a3b", 64, 1024, 4, 32, 128),
+        ("qwen3_5_35b_a3b", 64, 8192, 2, 16, 256),
+        ("gpt_oss_20b", 64, 8192, 8, 64, 64),
+    )
+    for model, batch, length, heads, q_heads, dim in shapes:
+        long = length >= 8192
+        baselines = {"our bf16": attention, "cuDNN": _cudnn}
+        for format in (NVFP4, MXFP4):
+            entries = batch * length * heads
+            yield Case(
+                op="decode_attention",
+                shape=f"{model} {format.name} batch {batch} context {length} head {dim}",
+                ours=attention,
+                arguments=functools.partial(_cache, format, batch, length, heads, q_heads, dim),
+                baselines=baselines,
+                baseline_arguments=functools.partial(_cache, None, batch, length, heads, q_heads, dim),
+                bytes=2 * (weight_bytes(format, entries, dim) + entries * (format is NVFP4)),
+                must=1.7 if long else 1.0,
+                aim=2.5 if long else 1.3,
+            )
+    yield Case(
+        op="decode_attention bf16",
+        shape="qwen3_30b_a3b batch 64 context 8192 head 128",
+        ours=attention,
+        arguments=functools.partial(_cache, None, 64, 8192, 4, 32, 128),
+        baselines={"cuDNN": _cudnn},
+        bytes=2 * 2 * 64 * 8192 * 4 * 128,
+        must=0.9,
+    )
+    for tokens in (2048, 8192):
+        yield Case(
+            op="prefill attention",
+            shape=f"qwen3_30b_a3b batch 8 tokens {tokens}",
+            ours=functools.partial(_prefill, NVFP4),
+            arguments=lambda tokens=tokens: (
+                normal(8, tokens, 32, 128),
+                normal(8, tokens, 4, 128, seed=1),
+                normal(8, tokens, 4, 128, seed=2),
+            ),
+            baselines={"without quantizing": functools.partial(_prefill, None)},
+        )
+
+
+def _cache(format: Fp4Format | None, batch: int, length: int, heads: int, q_heads: int, dim: int):
+    shape = (batch, length, heads, dim)
+    k, v = normal(*shape, seed=1), normal(*shape, seed=2)
+    if format is not None:
+        k, v = quantized(format, k), quantized(format, v)
+    positions = jnp.full((batch, 1), length - 1, jnp.int32)
+    return normal(batch, 1, q_heads, dim), KVCache(k=k, v=v), positions
+
+
+def _cudnn(q: jax.Array, cache: KVCache, positions: jax.Array) -> jax.Array:
+    lengths = positions[:, 0] + 1
+    return jax.nn.dot_product_attention(
+        q, cache.k, cache.v, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+
+
+def _prefill(format: Fp4Format | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    if format is not None:
+        k, v = dequantize(quantize(k, format)), dequantize(quantize(v, format))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+# --- rounding and cache writes ----------------------------------------------------------------------
+
+
+def rounding_cases() -> Iterator[Case]:
+    """One pass over rows, against a copy of as many bytes."""
+    rows, width = 65536, 2048
+    values = rows * width
+    for format in (NVFP4, MXFP4):
+        packed = weight_bytes(format, rows, width) + rows
+        for op, run, extra in (
+            ("quantize", functools.partial(quantize, format=format), 0),
+            ("quantize and record", functools.partial(quantize_recorded, format=format), values // 8),
+            (
+                "RMSNorm, quantize and record",
+                lambda x, format=format: rms_norm_quantize(x, jnp.ones(width), 1e-6, format),
+                values // 8 + 2 * values,
+            ),
+        ):
+            recorded = op == "quantize and record"
+            yield Case(
+                op=op,
+                shape=f"{format.name} {rows} x {width}",
+                ours=run,
+                arguments=lambda: (normal(rows, width),),
+                bytes=2 * values + packed + extra,
+                must=0.6 if recorded else None,
+                aim=0.8 if recorded else None,
+                bandwidth=True,
+            )
+        yield Case(
+            op="guided rounding",
+            shape=f"{format.name} {rows} x {width}, 1 bit",
+            ours=functools.partial(_guided, format),
+            arguments=lambda format=format: (normal(rows, width), *_record(format, normal(rows, width, seed=1))),
+            bytes=4 * values + values // 8 + values // format.block + 2 * rows,
+            bandwidth=True,
+        )
+    for format in (NVFP4, MXFP4):
+        yield Case(
+            op="append",
+            shape=f"qwen3_30b_a3b {format.name} 1 token x batch 256",
+            ours=_append,
+            arguments=functools.partial(_append_arguments, format),
+            baselines={"bf16 cache": _append},
+            baseline_arguments=functools.partial(_append_arguments, None),
+            must=1 / 1.5,
+            aim=1 / 1.1,
+        )
+
+
+def _record(format: Fp4Format, x: jax.Array) -> tuple[Any, ...]:
+    q, mantissa = jax.jit(functools.partial(quantize_recorded, format=format))(x)
+    return q.scales, q.row_exponent, mantissa
+
+
+def _guided(format: Fp4Format, x: jax.Array, scales: jax.Array, exponent: jax.Array, mantissa: jax.Array):
+    valid = jnp.ones(exponent.shape, bool)
+    guide = Guide(scales=scales, row_exponent=exponent, mantissa=mantissa, valid=valid, mode="mantissa")
+    return guided_values(x, guide, format)
+
+
+def _append_arguments(format: Fp4Format | None) -> tuple[Any, ...]:
+    _, cache, _ = _cache(format, 256, 1024, 4, 32, 128)
+    positions = jnp.arange(256, dtype=jnp.int32)[:, None]
+    new = normal(256, 1, 4, 128)
+    return new, cache, positions, jnp.ones(positions.shape, bool)
+
+
+def _append(new: jax.Array, cache: KVCache, positions: jax.Array, valid: jax.Array):
+    return append(cache, new, new, positions, valid)
+
+
+GROUPS = {
+    "matmul": matmul_cases,
+    "grouped_matmul": grouped_cases,
+    "decode_attention": attention_cases,
+    "rounding": rounding_cases,
+}
