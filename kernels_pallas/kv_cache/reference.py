@@ -1,6 +1,8 @@
 """Writes to the KV cache in plain JAX."""
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kernels_pallas.arrays import Fp4Array
@@ -24,8 +26,15 @@ def append(
     if layer is not None:
         index = (layer, *index)
 
+    def put(old, row):
+        if old.dtype == jnp.bfloat16:
+            # As bits: XLA:CPU scatters BF16 by way of a float32 copy of the whole cache, all layers of it.
+            old, row = (lax.bitcast_convert_type(a, jnp.uint16) for a in (old, row))
+            return lax.bitcast_convert_type(old.at[index].set(row, mode="drop"), jnp.bfloat16)
+        return old.at[index].set(row, mode="drop")
+
     def write(entries, new):
-        return jax.tree.map(lambda old, row: old.at[index].set(row, mode="drop"), entries, new)
+        return jax.tree.map(put, entries, new)
 
     if cache.format is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
