@@ -23,15 +23,15 @@ def append(
 ) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
     """See `api.append`."""
     index = entry_index(positions, valid, page_table, cache.k.shape[-4:])
-    if layer is not None:
-        index = (layer, *index)
 
     def put(old, row):
-        if old.dtype == jnp.bfloat16:
-            # As bits: XLA:CPU scatters BF16 by way of a float32 copy of the whole cache, all layers of it.
-            old, row = (lax.bitcast_convert_type(a, jnp.uint16) for a in (old, row))
-            return lax.bitcast_convert_type(old.at[index].set(row, mode="drop"), jnp.bfloat16)
-        return old.at[index].set(row, mode="drop")
+        if layer is None:
+            return old.at[index].set(row, mode="drop")
+        if old.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+            # XLA:CPU scatters BF16 by way of a float32 copy of the operand: of one layer, not of the whole stack.
+            alone = lax.dynamic_index_in_dim(old, layer, keepdims=False).at[index].set(row, mode="drop")
+            return lax.dynamic_update_index_in_dim(old, alone, layer, 0)
+        return old.at[layer, *index].set(row, mode="drop")
 
     def write(entries, new):
         return jax.tree.map(put, entries, new)
