@@ -71,6 +71,7 @@ def _tiles(rows: int, groups: int, fp4: bool, columns: int) -> dict[str, int]:
             deep |= {"BLOCK_K": 128, "WARPS": 4}
     else:
         deep = {"BLOCK_M": 256 if mean > 128 else 128, "BLOCK_K": 64, "WARPS": 8, "STAGES": 3}
+    deep["WARPS"] = min(deep["WARPS"], columns // 16)
     return {"BLOCK_N": columns, **deep}
 
 

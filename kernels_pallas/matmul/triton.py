@@ -27,8 +27,6 @@ def refusal(x: Any, w: Any, *, mode: str) -> str | None:
     """Why this kernel does not serve these arguments, None if it does."""
     if not isinstance(w, Fp4Array | TiledFp4Array):
         return "w is not FP4; the library's GEMM serves arrays"
-    if x.ndim != 2:
-        return f"x has {x.ndim} axes; it multiplies [M, K]"
     if not isinstance(x, Fp4Array) and x.dtype != jnp.bfloat16:
         return f"it multiplies bfloat16 and FP4, x is {x.dtype}"
     if isinstance(w, Fp4Array) and w.row_exponent.ndim:
@@ -37,11 +35,17 @@ def refusal(x: Any, w: Any, *, mode: str) -> str | None:
 
 
 def matmul(
-    x: Float[Array, "m k"] | Fp4Array, w: Fp4Array | TiledFp4Array, *, mode: str
-) -> Float[Array, "m n"]:
+    x: Float[Array, "... k"] | Fp4Array, w: Fp4Array | TiledFp4Array, *, mode: str
+) -> Float[Array, "... n"]:
     """See `api.matmul`. An Fp4Array is tiled first: do that once, where weights are synchronised."""
     if isinstance(w, Fp4Array):
         w = tile(w)
+    lead = x.shape[:-1]
+    x = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), x)
+    return _rows(x, w, mode).reshape(*lead, w.shape[-1])
+
+
+def _rows(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array, mode: str) -> Float[Array, "m n"]:
     rows = x.shape[0]
     if mode == "fast" and rows >= DISPATCH.get(jax.devices()[0].device_kind, DISPATCH["default"]):
         return _library(x, w)

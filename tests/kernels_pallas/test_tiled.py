@@ -1,0 +1,71 @@
+"""Weights tiled for tensor cores: nothing is lost, and every byte of a scale decodes to its value."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.formats import MXFP4, NVFP4, decode_scales
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.matmul import matmul
+from kernels_pallas.quantize import quantize
+from kernels_pallas.tiled import _narrow, _widen, tile, tile_order
+
+FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
+
+
+def packed(format, *shape, seed=0):
+    w = jax.random.normal(jax.random.key(seed), shape)
+    return quantize(w, format, axis=-2, row_axes=(-2, -1))
+
+
+@FORMATS
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [(64, 48), (3, 160, 96), (2, 2, 2880 // 8, 32)], ids=str)
+def test_tiling_and_back_is_the_same_tensor(format, gated, shape):
+    if shape[-2] % format.block:
+        pytest.skip("no whole number of blocks")
+    w = packed(format, *shape)
+    tiled = tile(w, gated=gated)
+    assert tiled.shape == shape and tiled.ndim == len(shape)
+    for leaf, back in zip(jax.tree.leaves(w), jax.tree.leaves(tiled.untile()), strict=True):
+        np.testing.assert_array_equal(np.asarray(back), np.asarray(leaf))
+
+
+def test_widened_scale_bytes_are_the_scales_with_more_exponent():
+    byte = jnp.arange(128, dtype=jnp.uint8)
+    wide = np.asarray(_widen(byte)).astype(np.int64)
+    value = (1 + (wide & 7) / 8) * 2.0 ** ((wide >> 3) + 224 - 127 - 119)
+    expected = np.asarray(decode_scales(byte, NVFP4), np.float64)
+    np.testing.assert_array_equal(value[1:127], expected[1:127])
+    assert wide[0] == 0 and wide[127] == 0xFF
+    np.testing.assert_array_equal(np.asarray(_narrow(_widen(byte))), np.asarray(byte))
+
+
+def test_tile_order_moves_pairs_within_32_and_fills_up():
+    x = np.asarray(tile_order(jnp.arange(64)))
+    assert x.shape == (128,) and (x[64:] == 0).all()
+    assert sorted(x[:32]) == list(range(32))
+    # Thread q of four multiplies pair h of tile j: values 8 q + 4 j + 2 h and the next.
+    assert x[16 * 1 + 8 * 1 + 2 * 3] == 8 * 3 + 4 * 1 + 2 * 1
+
+
+@FORMATS
+def test_the_reference_takes_tiled_weights(format):
+    x = jax.random.normal(jax.random.key(1), (9, 64)).astype(jnp.bfloat16)
+    w = packed(format, 3, 64, 32)
+    sizes = jnp.int32([4, 0, 5])
+    run = functools.partial(grouped_matmul, x, group_sizes=sizes, activation="swiglu", implementation="reference")
+    np.testing.assert_array_equal(np.asarray(run(w=tile(w, gated=True))), np.asarray(run(w=w)))
+    one = jax.tree.map(lambda leaf: leaf[1], w)
+    np.testing.assert_array_equal(np.asarray(matmul(x, tile(one))), np.asarray(matmul(x, one)))
+
+
+def test_errors_name_what_is_wrong():
+    columns = quantize(jnp.ones((64, 32)), NVFP4, axis=-2, row_axes=(-2,))
+    with pytest.raises(ValueError, match="one row scale per matrix"):
+        tile(columns)
+    with pytest.raises(ValueError, match="33 columns cannot be a gate and an up projection"):
+        tile(packed(NVFP4, 64, 33), gated=True)
