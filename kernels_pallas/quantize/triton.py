@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     masked: bool
 
 
-def row_tile(rows: int, size: int, block: int, values: int = VALUES) -> Tile:
+def row_tile(rows: int, size: int, block: int, values: int) -> Tile:
     """The tile for `rows` rows of `size` values in blocks, `values` a thread."""
     count = size // block
     blocks = 1 << (count - 1).bit_length()
@@ -113,7 +113,7 @@ def rms_norm_quantize(
     flat = x.reshape(-1, size)
     rows = flat.shape[0]
     # The order of a row's sum follows from the tile: it must not depend on how many rows there are.
-    tile = row_tile(rows, size, format.block)
+    tile = row_tile(rows, size, format.block, VALUES)
     h, *leaves, mantissa = triton_bridge.call(
         rms_norm_quantize_kernel,
         flat,

@@ -1,0 +1,110 @@
+"""Compare interpreted Triton kernels with the reference: `python -m tests.kernels_pallas.triton_on_cpu OP`."""
+
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
+from kernels_pallas.guided_round import MODES
+from kernels_pallas.guided_round import reference as guided_reference
+from kernels_pallas.guided_round import triton as guided_triton
+from kernels_pallas.kv_cache import init_cache
+from kernels_pallas.kv_cache import reference as cache_reference
+from kernels_pallas.kv_cache import triton as cache_triton
+from kernels_pallas.quantize import reference, triton
+from tests.kernels_pallas.guided import guide_of, noisy
+from tests.kernels_pallas.strategies import TIES
+from tests.kernels_pallas.triton_interpreter import differences
+
+SHAPES = ((37, 64), (3, 768), (2, 2880), (1, 8192))
+Case = tuple[str, object, object]
+
+
+def rows(rng: np.random.Generator, shape: tuple[int, int]) -> Iterator[tuple[str, np.ndarray]]:
+    """All bit patterns, Gaussian values, ties, wide spreads, values near both ends, zeros."""
+    yield "bits", rng.integers(0, 2**16, shape, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    normal, row = rng.standard_normal(shape), rng.integers(-110, 115, (shape[0], 1))
+    arrays = {
+        "gaussian": normal,
+        "ties": rng.choice(TIES, shape) * np.sign(normal) * np.ldexp(1.0, row // 2),
+        "spread": normal * np.ldexp(1.0, rng.integers(-20, 3, shape)) * np.ldexp(1.0, row),
+        "large": np.clip(normal, -3.9, 3.9) * 2.0**126,
+        "subnormal": normal * 2.0**-128,
+        "zeros": 0 * normal,
+    }
+    yield from ((name, x.astype(ml_dtypes.bfloat16)) for name, x in arrays.items())
+
+
+def quantize_cases(rng: np.random.Generator, format: Fp4Format) -> Iterator[Case]:
+    expected = jax.jit(reference.quantize_recorded, static_argnames="format")
+    for shape in SHAPES:
+        for name, x in rows(rng, shape):
+            x = jnp.asarray(x)
+            yield f"{shape} {name}", triton.quantize_recorded(x, format), expected(x, format=format)
+        x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        plain = triton.quantize(x, format, axis=-1, row_axes=(-1,), scale_rule="amax")
+        yield f"{shape} float32", plain, expected(x, format=format)[0]
+        x, gain = x.astype(jnp.bfloat16), jnp.asarray(rng.standard_normal(shape[1]), jnp.bfloat16)
+        h, *codes = triton.rms_norm_quantize(x, gain, 1e-6, format)
+        yield f"{shape} codes of rms_norm", tuple(codes), expected(h, format=format)
+        yield f"{shape} rms_norm", h, reference.rms_norm_quantize(x, gain, 1e-6, format)[0]
+
+
+def guided_cases(rng: np.random.Generator, format: Fp4Format) -> Iterator[Case]:
+    expected = jax.jit(guided_reference.guided_values, static_argnames="format")
+    for shape in ((9, 64), (2, 768)):
+        for name, x in rows(rng, shape):
+            record = reference.quantize(jnp.asarray(noisy(x, 0, 0.1)), format)
+            valid = jnp.asarray(rng.random(shape[0]) < 0.8)
+            guides = {"own": None} | {
+                f"{mode}{' compact' * compact}": guide_of(record, mode, valid, compact)
+                for mode in MODES
+                for compact in (False, True)
+            }
+            for kind, guide in guides.items():
+                values = guided_triton.guided_values(jnp.asarray(x), guide, format)
+                yield f"{shape} {name} {kind}", values, expected(jnp.asarray(x), guide, format=format)
+
+
+def append_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator[Case]:
+    batch, tokens, heads, dim = 3, 5, 2, 64
+    for layers in (None, 2):
+        for paged in (False, True):
+            cache = init_cache(7 if paged else batch, 8 if paged else 24, heads, dim, format, layers=layers)
+            cache = jax.tree.map(
+                lambda leaf: jnp.asarray(rng.integers(0, 100, leaf.shape)).astype(leaf.dtype), cache
+            )
+            k, v = (jnp.asarray(rng.standard_normal((batch, tokens, heads, dim)), jnp.bfloat16) for _ in "kv")
+            positions = np.stack([rng.permutation(30)[:tokens] - 3 for _ in range(batch)])
+            arguments = (
+                cache,
+                k,
+                v,
+                jnp.asarray(positions, jnp.int32),
+                jnp.asarray(rng.random((3, 5)) < 0.8),
+            )
+            options = {"page_table": jnp.int32([[0, 3, -1], [5, 1, 2], [6, 4, -1]])} if paged else {}
+            options |= {} if layers is None else {"layer": jnp.int32(1)}
+            expected = cache_reference.append(*arguments, **options)
+            yield f"layers {layers} paged {paged}", cache_triton.append(*arguments, **options), expected
+
+
+def main(op: str) -> int:
+    """Print a line per case; 1 if any differs."""
+    cases = {"quantize": quantize_cases, "guided_values": guided_cases, "append": append_cases}[op]
+    formats = (None, NVFP4, MXFP4) if op == "append" else (NVFP4, MXFP4)
+    failed = 0
+    for format in formats:
+        for name, actual, expected in cases(np.random.default_rng(0), format):
+            count = differences(actual, expected)
+            failed |= count > 0
+            print(f"{format and format.name} {name}: {count} differences")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
