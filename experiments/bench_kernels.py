@@ -3,12 +3,12 @@
     python -m experiments.bench_kernels --list
     python -m experiments.bench_kernels [--group matmul|grouped_matmul|decode_attention|rounding] [--out DIR]
 
-A call is one program that makes `CALLS` calls of an op on different inputs; its time over `CALLS` is what is shown, the
-median of `REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run only.
+A program calls an op many times, on inputs of its own each; shown is what `MANY` calls take longer than `FEW`, over their
+difference, the median of `REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run
+only.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
@@ -24,54 +24,69 @@ from experiments.kernel_cases import GROUPS, Case, Run, normal
 from experiments.kernel_list import describe
 from trace_jax.runs import describe_environment
 
-CALLS, REPEATS = 8, 9
+FEW, MANY, REPEATS = 4, 20, 9
 
 
 def many(run: Run) -> Run:
-    """A program of `CALLS` calls, each with a first argument of its own, so that none is left out."""
-    return jax.jit(lambda firsts, *rest: [run(first, *rest) for first in firsts])
+    """A program of as many calls as it is given first arguments, one after the other."""
+
+    def calls(firsts: list[Any], *rest: Any) -> list[Any]:
+        results: list[Any] = []
+        for first in firsts:
+            if results:  # XLA would merge products with the same weights into one
+                first, _ = jax.lax.optimization_barrier((first, results[-1]))
+            results.append(run(first, *rest))
+        return results
+
+    return jax.jit(calls)
 
 
-def copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a program of `many`."""
-    first, *rest = arguments
-    return ([jax.tree.map(jnp.copy, first) for _ in range(CALLS)], *rest)
+class Program:
+    """One op, called `FEW` and `MANY` times in a program: what `MANY` takes longer is time of the device alone."""
+
+    def __init__(self, run: Run, arguments: tuple[Any, ...]):
+        first, *self.rest = arguments
+        self.firsts = [jax.tree.map(jnp.copy, first) for _ in range(MANY)]
+        self.run = many(run)
+        for count in (FEW, MANY):
+            self.seconds(count)
+
+    def seconds(self, count: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(self.run(self.firsts[:count], *self.rest))
+        return time.perf_counter() - start
+
+    def sample(self) -> float:
+        return (self.seconds(MANY) - self.seconds(FEW)) / (MANY - FEW)
 
 
-def timed(programs: Mapping[str, tuple[Run, tuple[Any, ...]]]) -> dict[str, float]:
+def timed(programs: Mapping[str, Program]) -> dict[str, float]:
     """Microseconds a call of each program, medians over rounds in which they take turns."""
-    for run, arguments in programs.values():
-        jax.block_until_ready(run(*arguments))
     samples: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(REPEATS):
-        for name, (run, arguments) in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run(*arguments))
-            samples[name].append((time.perf_counter() - start) / CALLS)
+        for name, program in programs.items():
+            samples[name].append(program.sample())
     return {name: float(np.median(values)) * 1e6 for name, values in samples.items()}
 
 
 def copy_bandwidth() -> float:
     """Bytes a microsecond, read and written, of an elementwise pass over 512 MiB."""
     x = normal(2**28)
-    us = timed({"copy": (many(lambda x: x * jnp.bfloat16(1.5)), copies((x,)))})["copy"]
+    us = timed({"copy": Program(lambda x: x * jnp.bfloat16(1.5), (x,))})["copy"]
     return 2 * x.nbytes / us
 
 
 def measure(case: Case, bandwidth: float) -> dict[str, Any]:
     """One row of the table as JSON: times in microseconds, the ratio that counts, and whether it is kept."""
     row: dict[str, Any] = {"op": case.op, "shape": case.shape, "must": case.must, "aim": case.aim}
-    arguments = copies(case.arguments())
-    other = arguments if case.baseline_arguments is None else copies(case.baseline_arguments())
-    programs = {"ours": (many(case.ours), arguments)}
+    arguments = case.arguments()
+    other = arguments if case.baseline_arguments is None else case.baseline_arguments()
+    programs = {"ours": Program(case.ours, arguments)}
     for name, run in case.baselines.items():
         try:
-            program = many(run)
-            jax.block_until_ready(program(*other))
+            programs[name] = Program(run, other)
         except Exception as error:  # a baseline that this machine lacks is shown as such
             row.setdefault("without", {})[name] = str(error).splitlines()[0][:200]
-            continue
-        programs[name] = (program, other)
     times = timed(programs)
     row["us"] = {name: round(us, 1) for name, us in times.items()}
     if case.bytes:
@@ -99,14 +114,20 @@ def table(rows: list[dict[str, Any]], bandwidth: float) -> str:
     for row in rows:
         others = ", ".join(f"{name} {us}" for name, us in row["us"].items() if name != "ours")
         cells = [row["op"], row["shape"], row["us"]["ours"], others]
-        cells += [row.get(name) if row.get(name) is not None else "" for name in ("ratio", "must", "aim", "verdict")]
+        cells += [
+            row.get(name) if row.get(name) is not None else "" for name in ("ratio", "must", "aim", "verdict")
+        ]
         lines.append("| " + " | ".join(str(c) for c in [*cells, row.get("bandwidth_share", "")]) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print which implementation serves each op, and why")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print which implementation serves each op, and why"
+    )
     parser.add_argument("--group", choices=sorted(GROUPS), action="append", help="only these; all by default")
     parser.add_argument("--match", default="", help="only cases whose op and shape contain this")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_kernels"))

@@ -46,14 +46,26 @@ def calls() -> Iterator[Call]:
     yield Call("quantize", "tokens 256 x 2048", q.IMPLEMENTATIONS, (tokens, NVFP4), rows)
     yield Call("quantize", "weights, one scale a matrix", q.IMPLEMENTATIONS, (experts, NVFP4), matrices)
     yield Call("quantize_recorded", "tokens 256 x 2048", q.RECORDED_IMPLEMENTATIONS, (tokens, NVFP4), {})
-    yield Call("guided_values", "tokens 256 x 2048", guided_round.api.VALUES_IMPLEMENTATIONS, (tokens, None, NVFP4), {})
+    yield Call(
+        "guided_values",
+        "tokens 256 x 2048",
+        guided_round.api.VALUES_IMPLEMENTATIONS,
+        (tokens, None, NVFP4),
+        {},
+    )
     dense = jax.tree.map(lambda leaf: shape(*leaf.shape[1:], dtype=leaf.dtype), packed)
     yield Call("matmul", "FP4 weights", matmul.api.IMPLEMENTATIONS, (tokens, dense), {"mode": "invariant"})
     for what, w in (("FP4 experts of a layer", layer), ("BF16 experts of a trainer", experts)):
         yield Call(
-            "grouped_matmul", what, grouped_matmul.api.IMPLEMENTATIONS, (tokens, w, sizes), {"activation": "swiglu"}
+            "grouped_matmul",
+            what,
+            grouped_matmul.api.IMPLEMENTATIONS,
+            (tokens, w, sizes),
+            {"activation": "swiglu"},
         )
-    yield Call("kv_cache", "append a token", kv_cache.api.IMPLEMENTATIONS, (cache, heads, heads, at, valid), nothing)
+    yield Call(
+        "kv_cache", "append a token", kv_cache.api.IMPLEMENTATIONS, (cache, heads, heads, at, valid), nothing
+    )
     for what, count in (("decode", 1), ("prefill of 512 tokens", 512)):
         yield Call(
             "decode_attention",

@@ -152,10 +152,10 @@ def grouped_kernel(
     live = within < size
     rows = (first_row + within).to(tl.int64)
 
-    matrix = group.to(tl.int64)
+    matrix = tl.minimum(group, GROUPS - 1).to(tl.int64)
     if LAYERED:
         matrix += tl.load(layer_ptr).to(tl.int64) * GROUPS
-    steps = tl.where(group < GROUPS, (K_PADDED // SPLIT + BLOCK_K - 1) // BLOCK_K, 0)
+    steps: tl.constexpr = (K_PADDED // SPLIT + BLOCK_K - 1) // BLOCK_K
     first_k = tl.program_id(1) * (K_PADDED // SPLIT)
     k = first_k + tl.arange(0, BLOCK_K)
     x_width: tl.constexpr = K if FORMAT == "bf16" else K_PADDED
@@ -205,8 +205,7 @@ def grouped_kernel(
             scale_at += BLOCK_K // 64 * SCALES
             x_at += BLOCK_K
         if FORMAT == "nvfp4":
-            exponent = tl.load(w_exponent_ptr + matrix, mask=group < GROUPS, other=127)
-            acc = acc * E4M3_SHIFT * power_of_two(exponent)
+            acc = acc * E4M3_SHIFT * power_of_two(tl.load(w_exponent_ptr + matrix))
         if GATED:
             first, second = tl.split(acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1))
             first = first.reshape(BLOCK_N // 2, BLOCK_M)
@@ -217,12 +216,13 @@ def grouped_kernel(
     out_width: tl.constexpr = N // 2 if GATED else N
     out_block: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     if X_SCALED:
-        exponent = tl.load(x_exponent_ptr + rows, mask=live & (group < GROUPS), other=127)
+        exponent = tl.load(x_exponent_ptr + rows, mask=live, other=127)
         first = first * power_of_two(exponent)[None, :]
         if GATED:
             second = second * power_of_two(exponent)[None, :]
     if GATED:
         first = silu(first) * second
+    first = tl.where(group < GROUPS, first, 0.0)
     columns = column_block * out_block + tl.arange(0, out_block)
     out_at = out_ptr + tl.program_id(1).to(tl.int64) * ROWS * out_width
     out_at += rows[None, :] * out_width + columns[:, None]

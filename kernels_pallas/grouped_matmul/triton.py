@@ -84,7 +84,7 @@ def grouped_matmul(
     group_sizes: Int32[Array, " e"],
     *,
     activation: str | None = None,
-) -> Float[Array, "r n"]:
+) -> Float[Array, "r f"]:
     """See `api.grouped_matmul`. An Fp4Array is tiled first: do that once, where weights are synchronised."""
     if isinstance(x, jax.Array) and isinstance(w, jax.Array):
         return _differentiable(x, w, group_sizes, activation)

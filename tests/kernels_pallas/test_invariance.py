@@ -49,7 +49,9 @@ def test_a_row_of_a_matmul(implementation, rng, format):
     for batch in BATCHES:
         for place in places(rng, batch):
             x = rows_of(rng, batch, 4096).at[place].set(row[0])
-            np.testing.assert_array_equal(np.asarray(run(x, w))[place], expected, err_msg=f"{place} of {batch}")
+            np.testing.assert_array_equal(
+                np.asarray(run(x, w))[place], expected, err_msg=f"{place} of {batch}"
+            )
 
 
 @FORMATS
@@ -64,7 +66,9 @@ def test_a_row_of_a_group(implementation, rng, format):
             before = int(rng.integers(place + 1))  # rows of the groups before
             sizes = jnp.int32([before, 0, batch - before, 0])
             x = rows_of(rng, batch, k).at[place].set(row[0])
-            np.testing.assert_array_equal(np.asarray(run(x, w, sizes))[place], expected, err_msg=f"{place} of {batch}")
+            np.testing.assert_array_equal(
+                np.asarray(run(x, w, sizes))[place], expected, err_msg=f"{place} of {batch}"
+            )
 
 
 @FORMATS

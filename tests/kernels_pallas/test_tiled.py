@@ -57,7 +57,9 @@ def test_the_reference_takes_tiled_weights(format):
     x = jax.random.normal(jax.random.key(1), (9, 64)).astype(jnp.bfloat16)
     w = packed(format, 3, 64, 32)
     sizes = jnp.int32([4, 0, 5])
-    run = functools.partial(grouped_matmul, x, group_sizes=sizes, activation="swiglu", implementation="reference")
+    run = functools.partial(
+        grouped_matmul, x, group_sizes=sizes, activation="swiglu", implementation="reference"
+    )
     np.testing.assert_array_equal(np.asarray(run(w=tile(w, gated=True))), np.asarray(run(w=w)))
     one = jax.tree.map(lambda leaf: leaf[1], w)
     np.testing.assert_array_equal(np.asarray(matmul(x, tile(one))), np.asarray(matmul(x, one)))

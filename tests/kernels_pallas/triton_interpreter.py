@@ -13,7 +13,9 @@ import ml_dtypes
 import numpy as np
 import triton.runtime.interpreter as interpreter
 
-from kernels_pallas import triton_bridge, triton_fp4
+from kernels_pallas import tiled, triton_bridge, triton_fp4, triton_matmul
+from kernels_pallas.decode_attention import triton_kernels as attention_kernels
+from kernels_pallas.formats import E2M1_VALUES
 
 TYPES = {
     "bfloat16": "bf16", "float32": "fp32", "uint32": "u32", "int32": "i32", "uint16": "u16", "uint8": "u8",
@@ -48,7 +50,56 @@ def _values(a, b):
     return _word((a * 2.0**126 * b + 0.0).astype(ml_dtypes.bfloat16))
 
 
+def _decoded(places: tuple[tuple[int, ...], ...], scale):
+    """A word of codes, whose bits are at `places`, and prepared scales: 8 BF16 tensors."""
+
+    def run(words, scales):
+        words = words.astype(np.uint32)
+        factor = scale(scales)
+        values = []
+        for sign, *bits in places:
+            code = sum(((words >> bit) & 1) << (2 - i) for i, bit in enumerate(bits))
+            value = E2M1[code] * np.where((words >> sign) & 1, -1.0, 1.0) * factor
+            values.append(value.astype(ml_dtypes.bfloat16).view(np.uint16))
+        return tuple(values)
+
+    return run
+
+
+def _widened_e4m3(byte):
+    """2^-7 times the scales whose bytes have 5 exponent bits."""
+    byte = byte.astype(np.int64)
+    return np.where(byte == 0xFF, np.nan, (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) + 224 - 127 - 126))
+
+
+def _e8m0(byte):
+    return np.where(byte.astype(np.int64) >= 0xFF, np.nan, 2.0 ** (byte.astype(np.float64) - 127))
+
+
+def _prepared(scales):
+    """BF16 halves 2^119 times E4M3 scales, as `_prepare_e4m3` makes them, to 2^-7 times the scales."""
+    return _halves(scales.astype(np.uint32), ml_dtypes.bfloat16)[..., 0].astype(np.float64) * 2.0**-126
+
+
+def _twice(values):
+    half = values.astype(ml_dtypes.bfloat16)
+    return _word(np.stack([half, half], -1).view(np.uint16))
+
+
+TILED = [(16 * i + s, *(16 * i + b for b in bits)) for s, *bits in tiled._POSITIONS for i in range(2)]
+NATURAL = [tuple(4 * code + bit for bit in (3, 2, 1, 0)) for p in range(4) for code in (p, p + 4)]
+E2M1 = np.asarray(E2M1_VALUES)
+
 INSTRUCTIONS = {
+    triton_matmul.DECODE_E4M3.value: _decoded(TILED, _widened_e4m3),
+    triton_matmul.DECODE_E8M0.value: _decoded(TILED, _e8m0),
+    attention_kernels.DECODE_E4M3.value: _decoded(NATURAL, _prepared),
+    attention_kernels.DECODE_E8M0.value: _decoded(NATURAL, lambda scales: _prepared(scales) * 2.0**126),
+    attention_kernels.PREPARE_E4M3.value: lambda byte: _twice(
+        byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 2.0**119
+    ),
+    attention_kernels.PREPARE_E8M0.value: lambda byte: _twice(_e8m0(byte)),
+    "mov.b32 $0, $1;": lambda x: x,
     triton_fp4.SNAP.value: _snap,
     triton_fp4.LARGER.value: _larger,
     triton_fp4.RECIPROCAL.value: lambda a: np.float32(1) / a,
@@ -61,21 +112,41 @@ INSTRUCTIONS = {
 
 
 class _Results:
-    def __init__(self, handle):
-        self.handle = handle
+    """What an instruction returns: one tensor, or several."""
+
+    def __init__(self, handles):
+        self.handles = handles
 
     def get_result(self, index):
-        return self.handle
+        return self.handles[index]
 
 
 def _inline_asm(self, asm, constraints, values, types, is_pure, pack):
     with np.errstate(all="ignore"):
         data = INSTRUCTIONS[asm](*(value.data for value in values))
-    dtype = interpreter.tl.float32 if constraints.startswith("=f") else interpreter.tl.uint32
-    return _Results(interpreter.TensorHandle(data, dtype))
+    data = data if isinstance(data, tuple) else (data,)
+    kinds = {"=f": interpreter.tl.float32, "=h": interpreter.tl.bfloat16}
+    dtype = kinds.get(constraints[:2], interpreter.tl.uint32)
+    if dtype is interpreter.tl.uint32 and data[0].dtype == np.uint16:
+        dtype = interpreter.tl.bfloat16
+    return _Results([interpreter.TensorHandle(d, dtype) for d in data])
 
 
+def _dot(self, a, b, d, *options):
+    """Products of BF16, which the interpreter holds as bits, summed in FP32."""
+    a, b = (x.data.view(ml_dtypes.bfloat16).astype(np.float32) for x in (a, b))
+    return interpreter.TensorHandle(a @ b + d.data, d.dtype)
+
+
+def _patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+    """A number that was read from memory, of shape [1], may end a loop."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
+
+
+interpreter._patch_lang_tensor = _patch_tensor
 interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
+interpreter.InterpreterBuilder.create_dot = _dot
 
 
 class _Buffer:
