@@ -3,7 +3,7 @@
     python -m experiments.bench_kernels --list
     python -m experiments.bench_kernels [--group matmul|grouped_matmul|decode_attention|rounding] [--out DIR]
 
-A program calls an op many times, on inputs of its own each; shown is what `MANY` calls take longer than `FEW`, over their
+A program calls an op many times, on inputs of its own each; shown is what `MANY` calls take longer than `FEW`, over the
 difference, the median of `REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run
 only.
 """

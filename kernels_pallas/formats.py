@@ -181,8 +181,9 @@ def nearest_magnitude(y: Float32[Array, "*shape"], scale: Float32[Array, "*scale
     """3-bit code of y >= 0 under a block scale: how many midpoint x scale products it exceeds (rule 3).
 
     The products are exact in float32, so ties are seen exactly and go to the even code. A NaN or infinite
-    `scale` gives code 0 (callers pass Inf for scale 0).
+    `scale` gives code 0 (callers pass Inf for scale 0), also of a y that has overflowed.
     """
+    y = jnp.minimum(y, jnp.finfo(jnp.float32).max)  # Inf >= Inf
     code = jnp.int32(0)
     for midpoint, tie_up in MIDPOINTS:
         threshold = midpoint * scale

@@ -1,7 +1,8 @@
 """Which implementation of an op runs, decided before tracing."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,20 @@ class Implementation:
     deference: Callable[..., str | None] = lambda *args, **options: None
 
 
+_default: str | None = None
+
+
+@contextlib.contextmanager
+def default_implementation(name: str | None) -> Iterator[None]:
+    """Programs traced inside use `name` wherever a caller leaves the choice open: "reference" compares with kernels."""
+    global _default
+    before, _default = _default, name
+    try:
+        yield
+    finally:
+        _default = before
+
+
 def select(
     op: str, implementation: str | None, table: Mapping[str, Implementation], *args: Any, **options: Any
 ) -> Callable[..., Any]:
@@ -43,6 +58,7 @@ def select(
     Raises:
       ValueError: a name that `op` does not have, or an implementation that does not serve these arguments.
     """
+    implementation = _default if implementation is None else implementation
     if implementation is None:
         against = explain(table, *args, **options)
         return table[next(name for name, reason in against.items() if reason is None)].run
@@ -65,7 +81,7 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
     The first None is the one that `select` takes. `args` and `options` are those of `select`; shapes and dtypes
     (`jax.ShapeDtypeStruct`) do.
     """
-    partitioned = "XLA cannot partition its kernel over this mesh" if _is_partitioned() else None
+    partitioned = "XLA cannot partition its kernel over this mesh" if is_partitioned() else None
 
     def against(entry: Implementation) -> str | None:
         if entry.platform is None:
@@ -77,7 +93,7 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
     return {name: against(entry) for name, entry in table.items()}
 
 
-def _is_partitioned() -> bool:
+def is_partitioned() -> bool:
     """Whether XLA cuts the program over devices: a mesh of several is set and not every axis is manual."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -9,7 +9,7 @@ an approximate reciprocal, is rounded to FP16 and multiplied by 2^-14. There E2M
 FP16's, so codes are FP16's bits without the lower nine, and rounding is that of an integer. It is exact although q is
 not: x has 8 significant bits and midpoint x scale at most 7, so q lies on a midpoint or at least 2^-10 from it (2^-8 of
 it beyond 1), which FP16 keeps apart, and an error of a few units in the last place of FP32 does not reach across.
-Likewise for the values of codes. Tests compare all cases.
+Likewise for the values of codes. test_triton_rounding compares all cases.
 """
 
 import triton.language as tl

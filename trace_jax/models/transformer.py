@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.matmul import matmul
+from kernels_pallas.tiled import TiledFp4Array
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.layers import Block, LayerInputs, param, rms_norm
 from trace_jax.parallel import constrain
@@ -147,11 +148,12 @@ def _slice(tree: Any, part: slice) -> Any:
 
 
 def _split_packed(state: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The parameters that are packed FP4, and the others; None in the place of the rest."""
+    """The parameters that kernels index by layer, and the others; None in the place of the rest."""
 
     def pick(packed: bool):
         def keep(variable):
-            return variable if isinstance(variable.get_value(), Fp4Array) == packed else None
+            whole = isinstance(variable.get_value(), Fp4Array | TiledFp4Array | Stacked)
+            return variable if whole == packed else None
 
         return jax.tree.map(keep, state, is_leaf=_is_variable)
 
@@ -162,7 +164,10 @@ def _at_layer(packed: nnx.State, sliced: nnx.State, layer: Int[Array, ""]) -> nn
     """One layer's parameters: those that were sliced, and `layer` of the stacked packed ones."""
 
     def merge(whole, of_layer):
-        return of_layer if whole is None else whole.replace(Stacked(whole.get_value(), layer))
+        if whole is None:
+            return of_layer
+        value = whole.get_value()
+        return whole.replace(Stacked(value.array if isinstance(value, Stacked) else value, layer))
 
     return jax.tree.map(merge, packed, sliced, is_leaf=lambda leaf: leaf is None or _is_variable(leaf))
 

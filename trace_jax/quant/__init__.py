@@ -11,7 +11,7 @@ from trace_jax.quant.numerics import (
     guides_of,
 )
 from trace_jax.quant.plan import DOWN_INPUT, EXPERT_INPUT, KEY, SITES, VALUE, PlanError, QuantPlan
-from trace_jax.quant.weights import expert_guides, quantize_weight, rollout_weights
+from trace_jax.quant.weights import arranged_for_kernels, expert_guides, quantize_weight, rollout_weights
 
 __all__ = [
     "DOWN_INPUT",
@@ -27,6 +27,7 @@ __all__ = [
     "QuantPlan",
     "SiteAudit",
     "SiteCounts",
+    "arranged_for_kernels",
     "cast_weight",
     "expert_guides",
     "guides_of",

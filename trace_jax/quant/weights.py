@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kernels_pallas.arrays import Fp4Array, Fp4Codes
+from kernels_pallas import triton_bridge
+from kernels_pallas.arrays import Fp4Array, Fp4Codes, Stacked
 from kernels_pallas.guided_round import Guide, guided_round
+from kernels_pallas.implementations import is_partitioned
 from kernels_pallas.quantize import quantize, quantize_codes
+from kernels_pallas.tiled import tile
 from trace_jax.quant.fake_quant import cast_weight
 from trace_jax.quant.plan import QuantPlan
 
 EXPERT_WEIGHTS = ("gate_up", "down")
+GATED = ("gate_up",)
+"""Those whose columns are a gate's, then those of an up projection."""
 
 
 def quantize_weight(w: jax.Array, plan: QuantPlan) -> Fp4Array:
@@ -65,3 +70,25 @@ def expert_guides(rollout: nnx.State) -> dict[str, Fp4Array]:
     """The packed expert matrices of a rollout state, by name: the weight guides of its version."""
     flat = dict(nnx.to_flat_state(rollout))
     return {path[-1]: v.get_value() for path, v in flat.items() if isinstance(v.get_value(), Fp4Array)}
+
+
+def arranged_for_kernels(rollout: nnx.State) -> nnx.State:
+    """Rollout parameters as this machine's kernels want the experts: a copy for a rollout, kept nowhere else.
+
+    On one NVIDIA GPU packed matrices are tiled for its tensor cores, and BF16 ones marked as a stack of layers, so that
+    decoding copies no layer's weights. Elsewhere the parameters as they are.
+    """
+    if is_partitioned() or triton_bridge.unavailable() is not None:
+        return rollout
+
+    def convert(path, variable):
+        w = variable.get_value()
+        if not is_expert_weight(path):
+            return variable
+        if isinstance(w, Fp4Array):
+            layers = jax.lax.map(lambda layer: tile(layer, gated=path[-1] in GATED), w)  # one layer at a time
+            return variable.replace(layers)
+        return variable.replace(Stacked(w, jnp.int32(0)))
+
+    flat = nnx.to_flat_state(rollout)
+    return nnx.from_flat_state([(path, convert(path, variable)) for path, variable in flat])

@@ -15,7 +15,7 @@ from trace_jax.config import ConfigError
 from trace_jax.guidance import GuidanceSpec, PackedRows, pack_rows, row_hash
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import constrain
-from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
+from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan, arranged_for_kernels
 from trace_jax.rollout.assembly import Assembly
 from trace_jax.rollout.sampling import SamplingConfig, sample, scale_logits
 from trace_jax.rollout.trajectories import Trajectories, concatenate
@@ -57,6 +57,9 @@ class DecodeState:
     position: Any
     limit: Any
     done: Any
+
+
+_arranged = jax.jit(arranged_for_kernels)
 
 
 def _lay_out(cache: KVCache) -> KVCache:
@@ -215,7 +218,7 @@ class Sampler:
         The same programs' shapes and arithmetic as in `generate`, one token at a time: with the weights that sampled
         the tokens it returns their own log-probs. 0 where a token was not sampled.
         """
-        t, r = trajectories, self.rollout
+        t, r, params = trajectories, self.rollout, _arranged(params)
         if len(t) != self.slots:
             raise ValueError(f"{len(t)} trajectories for a rollout of {self.slots} sequences.")
         prompts, lengths = t.tokens[:: r.group_size, : r.prompt_length], t.prompt_length[:: r.group_size]
@@ -265,7 +268,7 @@ class Sampler:
                     f"{self.length} tokens, {self.sampling.max_new_tokens} of them for the response). Raise "
                     "task.max_prompt_tokens or shorten the prompt."
                 )
-        waves = []
+        waves, params = [], _arranged(params)
         for start in range(0, len(prompts), r.num_prompts):
             part = prompts[start : start + r.num_prompts]
             part_keys = keys[start * r.group_size : (start + len(part)) * r.group_size]
