@@ -81,7 +81,7 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
     The first None is the one that `select` takes. `args` and `options` are those of `select`; shapes and dtypes
     (`jax.ShapeDtypeStruct`) do.
     """
-    partitioned = "XLA cannot partition its kernel over this mesh" if is_partitioned() else None
+    partitioned = "XLA cannot partition its kernel over this mesh" if _is_partitioned() else None
 
     def against(entry: Implementation) -> str | None:
         if entry.platform is None:
@@ -93,7 +93,12 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
     return {name: against(entry) for name, entry in table.items()}
 
 
-def is_partitioned() -> bool:
+def chooses_kernels(platform: str) -> bool:
+    """Whether programs traced now take kernels of `platform` where a caller leaves the choice open."""
+    return _default is None and jax.default_backend() == platform and not _is_partitioned()
+
+
+def _is_partitioned() -> bool:
     """Whether XLA cuts the program over devices: a mesh of several is set and not every axis is manual."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -9,7 +9,7 @@ from flax import nnx
 from kernels_pallas import triton_bridge
 from kernels_pallas.arrays import Fp4Array, Fp4Codes, Stacked
 from kernels_pallas.guided_round import Guide, guided_round
-from kernels_pallas.implementations import is_partitioned
+from kernels_pallas.implementations import chooses_kernels
 from kernels_pallas.quantize import quantize, quantize_codes
 from kernels_pallas.tiled import tile
 from trace_jax.quant.fake_quant import cast_weight
@@ -78,9 +78,13 @@ def arranged_for_kernels(rollout: nnx.State) -> nnx.State:
     On one NVIDIA GPU packed matrices are tiled for its tensor cores, and BF16 ones marked as a stack of layers, so that
     decoding copies no layer's weights. Elsewhere the parameters as they are.
     """
-    if is_partitioned() or triton_bridge.unavailable() is not None:
+    if not chooses_kernels("gpu") or triton_bridge.unavailable() is not None:
         return rollout
+    return _arranged(rollout)
 
+
+@jax.jit
+def _arranged(rollout: nnx.State) -> nnx.State:
     def convert(path, variable):
         w = variable.get_value()
         if not is_expert_weight(path):

@@ -59,9 +59,6 @@ class DecodeState:
     done: Any
 
 
-_arranged = jax.jit(arranged_for_kernels)
-
-
 def _lay_out(cache: KVCache) -> KVCache:
     """Logical axes of a cache stacked over layers; row exponents lack the last one."""
     axes = ("layers", "batch", "length", "kv_heads", "head_dim")
@@ -218,7 +215,7 @@ class Sampler:
         The same programs' shapes and arithmetic as in `generate`, one token at a time: with the weights that sampled
         the tokens it returns their own log-probs. 0 where a token was not sampled.
         """
-        t, r, params = trajectories, self.rollout, _arranged(params)
+        t, r, params = trajectories, self.rollout, arranged_for_kernels(params)
         if len(t) != self.slots:
             raise ValueError(f"{len(t)} trajectories for a rollout of {self.slots} sequences.")
         prompts, lengths = t.tokens[:: r.group_size, : r.prompt_length], t.prompt_length[:: r.group_size]
@@ -268,7 +265,7 @@ class Sampler:
                     f"{self.length} tokens, {self.sampling.max_new_tokens} of them for the response). Raise "
                     "task.max_prompt_tokens or shorten the prompt."
                 )
-        waves, params = [], _arranged(params)
+        waves, params = [], arranged_for_kernels(params)
         for start in range(0, len(prompts), r.num_prompts):
             part = prompts[start : start + r.num_prompts]
             part_keys = keys[start * r.group_size : (start + len(part)) * r.group_size]
