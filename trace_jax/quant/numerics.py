@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.arrays import Fp4Array, Fp4Codes
+from kernels_pallas.arrays import Fp4Array, Fp4Codes, Stacked
 from kernels_pallas.guided_round import Guide, guided_round, guided_values, usable_rows
 from kernels_pallas.quantize import dequantize, quantize, quantize_codes
 from trace_jax.guidance import GuidanceSpec, SiteRecord, capture_site, pack_layer, take_rows
@@ -148,7 +148,7 @@ class Bf16Numerics:
         return x, x
 
     def expert_weight(self, name, w, guides, dtype):
-        return cast_weight(w, dtype)
+        return w if isinstance(w, Stacked) else cast_weight(w, dtype)
 
     def collect(self, captured, valid, guided):
         if self.audit_plan is None or not self.audit_rows:
