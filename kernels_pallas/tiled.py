@@ -1,8 +1,8 @@
 """FP4 weights rearranged for tensor cores of NVIDIA GPUs: a copy that is made at weight sync and stored nowhere.
 
-A warp multiplies 16 columns of a weight (the rows of its transpose) by 16 values of K at a time, and each of its
-threads holds fixed elements of that tile. In an `Fp4Array` these lie far apart; here the words of four such tiles are
-the 16 bytes that the thread loads. The order of K within a tile is free if activations follow it: `tile_order`.
+A warp multiplies 16 columns of a weight (the rows of its transpose) by 16 values of K at a time; each of its threads
+holds 8 elements of that tile: of two columns, 8 apart, two pairs of neighbours along K, 8 apart. In an `Fp4Array` these
+lie in four words; here they are one word, and the words of four tiles the 16 bytes that the thread loads.
 
 In a word the 8 codes lie so that BF16 pairs come out of it with a shift and a mask: a code's sign and its three other
 bits belong at bits 15 and 8..6 of a BF16 number that is then 2^-126 times the value. NVFP4's scale bytes get 5 exponent
@@ -12,10 +12,9 @@ bits, so that their decoding has no case for subnormals.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped, UInt8, UInt32
+from jaxtyping import Array, UInt8, UInt32
 
 from kernels_pallas.arrays import Fp4Array, pytree_dataclass
 from kernels_pallas.formats import Fp4Format
@@ -36,7 +35,7 @@ class TiledFp4Array:
 
     Attributes:
       words: uint32 [..., N' / 16, K' / 64, 128], K' and N' being K and N filled up.
-      scales: uint8 [..., N' / 16, K' / 64, 1024 / block].
+      scales: uint8 [..., N' / 16, K' / 64, 64], one for a column and 16 values of K (MXFP4's are there twice).
       row_exponent: uint8 [...], one per matrix.
       format: static.
       size: static, (K, N).
@@ -66,14 +65,16 @@ class TiledFp4Array:
 
     def untile(self) -> Fp4Array:
         """The tensor that this was made from, bit for bit."""
-        words = _gather_bits(self.words, forward=False).reshape(*self.words.shape[:-1], 8, 4, 2, 2)
-        words = _join(words, "n J g q j a -> J j q n a g")
+        k, n = self.size
         block = self.format.block
-        scales = self.scales.reshape(*self.scales.shape[:-1], 8, 32 // block, 2, 2)
-        scales = _join(scales, "n J g b j a -> J j b n a g")
+        pairs = _pairs(self.words)
+        pairs = pairs.reshape(*pairs.shape[:-2], 8, 4, 4, 2, 2)  # row, quad, tile, half of K, half of columns
+        words = lax.bitcast_convert_type(_permuted(pairs, "n J g q t h a -> J t h n a g q"), jnp.uint32)
+        words = words.reshape(*words.shape[:-6], -1, words.shape[-3] * COLUMNS)
+        scales = _permuted(self.scales.reshape(*self.scales.shape[:-1], 8, 4, 2), "n J g t a -> J t n a g")
+        scales = scales.reshape(*scales.shape[:-5], -1, scales.shape[-3] * COLUMNS)[..., :: block // 16, :]
         if self.format.scale_dtype == "e4m3":
             scales = _narrow(scales)
-        k, n = self.size
         return Fp4Array(
             words=_ungate(words, n, self.gated)[..., : k // 8, :],
             scales=_ungate(scales, n, self.gated)[..., : k // block, :],
@@ -100,34 +101,27 @@ def tile(w: Fp4Array, *, gated: bool = False) -> TiledFp4Array:
         raise ValueError(
             f"{w.shape[-1]} columns cannot be a gate and an up projection; expected an even number"
         )
-    block = w.format.block
     k = -(-w.shape[-2] // MULTIPLE) * MULTIPLE
     words = _gate(_fill(w.words, k // 8), gated)
     n = words.shape[-1]
-    words = words.reshape(*words.shape[:-2], k // DEPTH, 2, 4, n // COLUMNS, 2, 8)
-    words = _split(words, "J j q n a g -> n J g q j a")
-    scales = _gate(_fill(w.scales, k // block), gated)
+    pairs = lax.bitcast_convert_type(words, jnp.uint8).reshape(
+        *words.shape[:-2], k // DEPTH, 4, 2, n // COLUMNS, 2, 8, 4
+    )
+    pairs = _permuted(pairs, "J t h n a g q -> n J g q t h a")
+    scales = w.scales
     if w.format.scale_dtype == "e4m3":
         scales = _widen(scales)
-    scales = scales.reshape(*scales.shape[:-2], k // DEPTH, 2, 32 // block, n // COLUMNS, 2, 8)
-    scales = _split(scales, "J j b n a g -> n J g b j a")
+    scales = _gate(_fill(jnp.repeat(scales, w.format.block // 16, axis=-2), k // 16), gated)
+    scales = scales.reshape(*scales.shape[:-2], k // DEPTH, 4, n // COLUMNS, 2, 8)
+    scales = _permuted(scales, "J t n a g -> n J g t a")
     return TiledFp4Array(
-        words=_gather_bits(words, forward=True),
-        scales=scales,
+        words=_words(pairs.reshape(*pairs.shape[:-5], 128, 4)),
+        scales=scales.reshape(*scales.shape[:-3], 64),
         row_exponent=w.row_exponent,
         format=w.format,
         size=w.shape[-2:],
         gated=gated,
     )
-
-
-def tile_order(x: Shaped[Array, "... k"]) -> Shaped[Array, "... k2"]:
-    """Activations in the order of K, and filled up to the multiple, that tiled weights have."""
-    k = -(-x.shape[-1] // MULTIPLE) * MULTIPLE
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, k - x.shape[-1])])
-    # A word holds 8 neighbours of K, which thread q of four multiplies in two tiles, two of their halves each.
-    x = x.reshape(*x.shape[:-1], k // 32, 4, 4, 2)
-    return jnp.swapaxes(x, -3, -2).reshape(*x.shape[:-4], k)
 
 
 def _fill(rows: Array, size: int) -> Array:
@@ -158,29 +152,27 @@ def _permuted(x: Array, spec: str) -> Array:
     return x.transpose(*range(lead), *(lead + before.index(name) for name in after))
 
 
-def _split(x: Array, spec: str) -> Array:
-    """Axes J j q n a g in units: `[..., n, J, g x q x j x a]`."""
-    x = _permuted(x, spec)
-    return x.reshape(*x.shape[:-4], -1)
+def _words(pairs: UInt8[Array, "... 4"]) -> UInt32[Array, "..."]:
+    """Pairs of codes, one a byte, in their places of a word."""
+    word = jnp.zeros(pairs.shape[:-1], jnp.uint32)
+    for pair, places in enumerate(_POSITIONS):
+        byte = pairs[..., pair].astype(jnp.uint32)
+        for i in range(2):
+            for bit, place in zip((3, 2, 1, 0), places, strict=True):
+                word = word | (((byte >> (4 * i + bit)) & 1) << (16 * i + place))
+    return word
 
 
-def _join(x: Array, spec: str) -> Array:
-    """The inverse: `[..., J x j x q, n x a x g]`."""
-    x = _permuted(x, spec)
-    rows = x.shape[-6] * x.shape[-5] * x.shape[-4]
-    return x.reshape(*x.shape[:-6], rows, -1)
-
-
-def _gather_bits(words: UInt32[Array, "..."], *, forward: bool) -> UInt32[Array, "..."]:
-    """Code 2 p + i of a word to place p of its half i, or back."""
-    out = jnp.zeros_like(words)
-    for code in range(8):
-        for bit, place in zip((3, 2, 1, 0), _POSITIONS[code // 2], strict=True):
-            source, target = 4 * code + bit, 16 * (code % 2) + place
-            if not forward:
-                source, target = target, source
-            out = out | (((words >> source) & 1) << target)
-    return out
+def _pairs(words: UInt32[Array, "..."]) -> UInt8[Array, "... 4"]:
+    """The inverse."""
+    pairs = []
+    for places in _POSITIONS:
+        byte = jnp.zeros(words.shape, jnp.uint32)
+        for i in range(2):
+            for bit, place in zip((3, 2, 1, 0), places, strict=True):
+                byte = byte | (((words >> (16 * i + place)) & 1) << (4 * i + bit))
+        pairs.append(byte.astype(jnp.uint8))
+    return jnp.stack(pairs, axis=-1)
 
 
 def _widen(scales: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
@@ -197,9 +189,3 @@ def _narrow(wide: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
     subnormal = lax.shift_right_logical(8 + (byte & 7), jnp.clip(16 - (byte >> 3), 0, 3))
     narrow = jnp.where(byte >= 128, byte - 120, jnp.where(byte == 0, 0, subnormal))
     return jnp.where(byte == 0xFF, 0x7F, narrow).astype(jnp.uint8)
-
-
-def operand_shape(w: TiledFp4Array) -> jax.ShapeDtypeStruct:
-    """Shape of the decoded weights `[..., N', K']`, in tile order."""
-    k, n = w.padded
-    return jax.ShapeDtypeStruct((*w.words.shape[:-3], n, k), jnp.bfloat16)

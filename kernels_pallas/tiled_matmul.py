@@ -10,7 +10,7 @@ from kernels_pallas import triton_bridge
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.quantize.reference import operand, quantize
-from kernels_pallas.tiled import TiledFp4Array, tile, tile_order
+from kernels_pallas.tiled import TiledFp4Array, tile
 
 
 def launch(
@@ -25,7 +25,7 @@ def launch(
     exponents = x.row_exponent if scaled else group_sizes
     x = operand(x) if isinstance(x, Fp4Array) else x
     if isinstance(matrices, TiledFp4Array):
-        arrays = [tile_order(x), exponents, matrices.words, matrices.scales, matrices.row_exponent]
+        arrays = [x, exponents, matrices.words, matrices.scales, matrices.row_exponent]
         format, padded = matrices.format.name, matrices.padded
     else:
         arrays = [x, exponents, matrices, group_sizes, group_sizes]
@@ -76,7 +76,7 @@ def _tiles(rows: int, groups: int, fp4: bool, columns: int) -> dict[str, int]:
 
 
 def decoded(w: TiledFp4Array) -> Float[Array, "n2 k2"]:
-    """Operand of a matrix, code x block scale in BF16, transposed, filled up and in tile order."""
+    """Operand of a matrix, code x block scale in BF16, transposed and filled up."""
     from kernels_pallas.triton_matmul import operand_kernel
 
     k, n = w.padded

@@ -29,20 +29,31 @@ or.b32 d, d, t;
 _RESULTS = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;"
 
 
-def _times(factor: str) -> str:
-    return " ".join(f"mul.rn.bf16x2 {pair}, {pair}, {factor};" for pair in "abcd")
+def _times(first: str, second: str) -> str:
+    scales = zip("abcd", (first, second) * 2, strict=True)
+    return " ".join(f"mul.rn.bf16x2 {pair}, {pair}, {scale};" for pair, scale in scales)
 
 
+# The scale bytes of two columns, each in both halves of a register.
+_SCALES = "prmt.b32 s0, $9, 0, 0x4040; prmt.b32 s1, $9, 0, 0x4141;"
 # Times E4M3 scales x 2^119, which their widened bytes are under the exponent bits 111: exact, 2^-7 times the operand.
 DECODE_E4M3 = tl.constexpr(
-    "{ .reg .b32 s; mad.lo.u32 s, $9, 0x00100010, 0x70007000;" + _PAIRS + _times("s") + _RESULTS + "}"
+    "{ .reg .b32 s0, s1;"
+    + _SCALES
+    + "mad.lo.u32 s0, s0, 16, 0x70007000; mad.lo.u32 s1, s1, 16, 0x70007000;"
+    + _PAIRS
+    + _times("s0", "s1")
+    + _RESULTS
+    + "}"
 )
 # Times 2^126, then times E8M0 scales, which their bytes are as exponents.
 DECODE_E8M0 = tl.constexpr(
-    "{ .reg .b32 s, u; mul.lo.u32 s, $9, 0x00800080; mov.b32 u, 0x7E807E80;"
+    "{ .reg .b32 s0, s1, u;"
+    + _SCALES
+    + "shl.b32 s0, s0, 7; shl.b32 s1, s1, 7; mov.b32 u, 0x7E807E80;"
     + _PAIRS
-    + _times("u")
-    + _times("s")
+    + _times("u", "u")
+    + _times("s0", "s1")
     + _RESULTS
     + "}"
 )
@@ -50,10 +61,8 @@ E4M3_SHIFT = tl.constexpr(128.0)  # what is missing from operands decoded with E
 
 
 @jit
-def unit_offsets(
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, units, SCALES: tl.constexpr
-):
-    """Offsets of a tile's words and of each word's scale byte, for a grid of 16 x 64 units that is `units` deep.
+def unit_offsets(COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, units):
+    """Offsets of a tile's words, and of each word's two scale bytes in pairs, for units that are `units` to a column.
 
     `[columns / 16 / WARPS, DEPTH / 64, WARPS, 128]`: every warp reads units of its own, every thread 16 bytes.
     """
@@ -61,18 +70,15 @@ def unit_offsets(
     inner = tl.arange(0, 128)
     unit = (tl.arange(0, outer)[:, None, None] * WARPS + tl.arange(0, WARPS)[None, None, :]) * units
     unit = (unit + tl.arange(0, DEPTH // 64)[None, :, None])[:, :, :, None]
-    if SCALES == 64:  # two threads of four share a block
-        of_word = (inner // 16) * 8 + ((inner // 8) % 2) * 4 + inner % 4
-    else:
-        of_word = (inner // 16) * 4 + inner % 4
-    return unit * 128 + inner[None, None, None, :], unit * SCALES + of_word[None, None, None, :]
+    of_word = (inner // 16) * 4 + inner % 4  # the four threads of a row share them
+    return unit * 128 + inner[None, None, None, :], unit * 32 + of_word[None, None, None, :]
 
 
 @jit
 def decoded(
     words, scales, E4M3: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr
 ):
-    """BF16 `[COLUMNS, DEPTH]` of a tile of words and its scale bytes. A renaming of registers but for the decoding."""
+    """BF16 `[COLUMNS, DEPTH]` of a tile of words and their scale bytes: registers are decoded and renamed."""
     code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
     a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
         code,
@@ -82,12 +88,12 @@ def decoded(
         is_pure=True,
         pack=1,
     )
-    low = tl.join(tl.join(a0, a1), tl.join(c0, c1))
-    high = tl.join(tl.join(b0, b1), tl.join(d0, d1))
-    x = tl.join(low, high)
-    # outer, depth, warp, (row, quad, two tiles of K, two halves of rows), pair, tile of K, half of K
-    x = x.reshape(COLUMNS // (16 * WARPS), DEPTH // 64, WARPS, 8, 4, 2, 2, 2, 2, 2)
-    return x.permute(0, 2, 6, 3, 1, 5, 8, 9, 4, 7).reshape(COLUMNS, DEPTH)
+    first = tl.join(tl.join(a0, a1), tl.join(c0, c1))
+    second = tl.join(tl.join(b0, b1), tl.join(d0, d1))
+    x = tl.join(first, second)
+    # outer, depth, warp, row, quad, tile of K, pair, half of K, half of columns
+    x = x.reshape(COLUMNS // (16 * WARPS), DEPTH // 64, WARPS, 8, 4, 4, 2, 2, 2)
+    return x.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(COLUMNS, DEPTH)
 
 
 @jit
@@ -158,8 +164,7 @@ def grouped_kernel(
     steps: tl.constexpr = (K_PADDED // SPLIT + BLOCK_K - 1) // BLOCK_K
     first_k = tl.program_id(1) * (K_PADDED // SPLIT)
     k = first_k + tl.arange(0, BLOCK_K)
-    x_width: tl.constexpr = K if FORMAT == "bf16" else K_PADDED
-    x_at = x_ptr + rows[:, None] * x_width + k[None, :]
+    x_at = x_ptr + rows[:, None] * K + k[None, :]
 
     if FORMAT == "bf16":
         width: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -188,21 +193,23 @@ def grouped_kernel(
             w_at += BLOCK_K * N
             x_at += BLOCK_K
     else:
-        SCALES: tl.constexpr = 64 if FORMAT == "nvfp4" else 32
         units: tl.constexpr = K_PADDED // 64
-        word, scale = unit_offsets(BLOCK_N, BLOCK_K, WARPS, units, SCALES)
+        word, scale = unit_offsets(BLOCK_N, BLOCK_K, WARPS, units)
         unit = matrix * (N_PADDED // 16) * units + column_block * (BLOCK_N // 16) * units + first_k // 64
         word_at = w_ptr + unit * 128 + word
-        scale_at = scales_ptr + unit * SCALES + scale
+        scale_at = scales_ptr.to(tl.pointer_type(tl.uint16)) + unit * 32 + scale
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for _ in tl.range(0, steps, num_stages=STAGES):
+        for step in tl.range(0, steps, num_stages=STAGES):
             words = tl.load(word_at)
             scales = tl.load(scale_at)
-            x = tl.load(x_at, mask=live[:, None], other=0.0)
+            if K == K_PADDED:
+                x = tl.load(x_at, mask=live[:, None], other=0.0)
+            else:
+                x = tl.load(x_at, mask=live[:, None] & (k + step * BLOCK_K < K)[None, :], other=0.0)
             w = decoded(words, scales, FORMAT == "nvfp4", BLOCK_N, BLOCK_K, WARPS)
             acc = tl.dot(w, tl.trans(x), acc)
             word_at += BLOCK_K // 64 * 128
-            scale_at += BLOCK_K // 64 * SCALES
+            scale_at += BLOCK_K // 64 * 32
             x_at += BLOCK_K
         if FORMAT == "nvfp4":
             acc = acc * E4M3_SHIFT * power_of_two(tl.load(w_exponent_ptr + matrix))
@@ -240,12 +247,12 @@ def operand_kernel(
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Decoded weights `[N', K']` in tile order; programs over columns and K."""
-    SCALES: tl.constexpr = 64 if FORMAT == "nvfp4" else 32
+    """Decoded weights, transposed: `[N', K']`; programs over columns and K."""
     units: tl.constexpr = K_PADDED // 64
-    word, scale = unit_offsets(BLOCK_N, BLOCK_K, WARPS, units, SCALES)
+    word, scale = unit_offsets(BLOCK_N, BLOCK_K, WARPS, units)
     unit = tl.program_id(0).to(tl.int64) * (BLOCK_N // 16) * units + tl.program_id(1) * (BLOCK_K // 64)
-    words, scales = tl.load(w_ptr + unit * 128 + word), tl.load(scales_ptr + unit * SCALES + scale)
+    words = tl.load(w_ptr + unit * 128 + word)
+    scales = tl.load(scales_ptr.to(tl.pointer_type(tl.uint16)) + unit * 32 + scale)
     w = decoded(words, scales, FORMAT == "nvfp4", BLOCK_N, BLOCK_K, WARPS)
     if FORMAT == "nvfp4":
         w = (w.to(tl.float32) * E4M3_SHIFT).to(tl.bfloat16)

@@ -15,7 +15,7 @@ from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.matmul.reference import row_scale
 from kernels_pallas.quantize.reference import operand
-from kernels_pallas.tiled import TiledFp4Array, tile, tile_order
+from kernels_pallas.tiled import TiledFp4Array, tile
 from kernels_pallas.tiled_matmul import decoded, launch, tiled_weights
 from kernels_pallas.triton_bridge import CompileCase
 
@@ -71,8 +71,8 @@ def _split(k: int, n: int, rows: int) -> tuple[int, int]:
 def _library(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array) -> Float[Array, "m n"]:
     """Weights decoded to BF16, then the library's GEMM."""
     x_scale, left = row_scale(x), operand(x) if isinstance(x, Fp4Array) else x
-    out = jnp.einsum("mk,nk->mn", tile_order(left), decoded(w), preferred_element_type=jnp.float32)
-    out = out[:, : w.shape[-1]]
+    k, n = w.size
+    out = jnp.einsum("mk,nk->mn", left, decoded(w)[:n, :k], preferred_element_type=jnp.float32)
     if x_scale is not None:
         out = out * x_scale[:, None]
     return out * row_scale(w) if w.format.has_row_scale else out

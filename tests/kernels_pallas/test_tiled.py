@@ -11,7 +11,7 @@ from kernels_pallas.formats import MXFP4, NVFP4, decode_scales
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.matmul import matmul
 from kernels_pallas.quantize import quantize
-from kernels_pallas.tiled import _narrow, _widen, tile, tile_order
+from kernels_pallas.tiled import _narrow, _widen, tile
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
 
@@ -42,14 +42,6 @@ def test_widened_scale_bytes_are_the_scales_with_more_exponent():
     np.testing.assert_array_equal(value[1:127], expected[1:127])
     assert wide[0] == 0 and wide[127] == 0xFF
     np.testing.assert_array_equal(np.asarray(_narrow(_widen(byte))), np.asarray(byte))
-
-
-def test_tile_order_moves_pairs_within_32_and_fills_up():
-    x = np.asarray(tile_order(jnp.arange(64)))
-    assert x.shape == (128,) and (x[64:] == 0).all()
-    assert sorted(x[:32]) == list(range(32))
-    # Thread q of four multiplies pair h of tile j: values 8 q + 4 j + 2 h and the next.
-    assert x[16 * 1 + 8 * 1 + 2 * 3] == 8 * 3 + 4 * 1 + 2 * 1
 
 
 @FORMATS

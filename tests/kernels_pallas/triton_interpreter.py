@@ -50,20 +50,25 @@ def _values(a, b):
     return _word((a * 2.0**126 * b + 0.0).astype(ml_dtypes.bfloat16))
 
 
-def _decoded(places: tuple[tuple[int, ...], ...], scale):
-    """A word of codes, whose bits are at `places`, and prepared scales: 8 BF16 tensors."""
+def _decoded(places: tuple[tuple[int, ...], ...], scales_of):
+    """A word of codes, whose bits are at `places`, times the scale of each code's column: 8 BF16 tensors."""
 
     def run(words, scales):
-        words = words.astype(np.uint32)
-        factor = scale(scales)
-        values = []
-        for sign, *bits in places:
+        words, values = words.astype(np.uint32), []
+        for (sign, *bits), factor in zip(places, scales_of(scales), strict=True):
             code = sum(((words >> bit) & 1) << (2 - i) for i, bit in enumerate(bits))
             value = E2M1[code] * np.where((words >> sign) & 1, -1.0, 1.0) * factor
             values.append(value.astype(ml_dtypes.bfloat16).view(np.uint16))
         return tuple(values)
 
     return run
+
+
+def _of_two_columns(scale):
+    """Two scale bytes in one number: pairs of codes belong to the columns in turns."""
+    return lambda both: [
+        scale((both.astype(np.int64) >> (8 * (pair % 2))) & 0xFF) for pair in (0, 0, 1, 1, 2, 2, 3, 3)
+    ]
 
 
 def _widened_e4m3(byte):
@@ -91,10 +96,10 @@ NATURAL = [tuple(4 * code + bit for bit in (3, 2, 1, 0)) for p in range(4) for c
 E2M1 = np.asarray(E2M1_VALUES)
 
 INSTRUCTIONS = {
-    triton_matmul.DECODE_E4M3.value: _decoded(TILED, _widened_e4m3),
-    triton_matmul.DECODE_E8M0.value: _decoded(TILED, _e8m0),
-    attention_kernels.DECODE_E4M3.value: _decoded(NATURAL, _prepared),
-    attention_kernels.DECODE_E8M0.value: _decoded(NATURAL, lambda scales: _prepared(scales) * 2.0**126),
+    triton_matmul.DECODE_E4M3.value: _decoded(TILED, _of_two_columns(_widened_e4m3)),
+    triton_matmul.DECODE_E8M0.value: _decoded(TILED, _of_two_columns(_e8m0)),
+    attention_kernels.DECODE_E4M3.value: _decoded(NATURAL, lambda scales: [_prepared(scales)] * 8),
+    attention_kernels.DECODE_E8M0.value: _decoded(NATURAL, lambda scales: [_prepared(scales) * 2.0**126] * 8),
     attention_kernels.PREPARE_E4M3.value: lambda byte: _twice(
         byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 2.0**119
     ),
