@@ -5,9 +5,12 @@ from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.implementations import Implementation, select
-from kernels_pallas.matmul import reference
+from kernels_pallas.matmul import pallas_tpu, reference
 
-IMPLEMENTATIONS = {"reference": Implementation(run=reference.matmul)}
+IMPLEMENTATIONS = {
+    "reference": Implementation(run=reference.matmul),
+    "pallas_tpu": Implementation(run=pallas_tpu.matmul, refusal=pallas_tpu.refusal),
+}
 
 
 def matmul(
