@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Shaped
 
 from kernels_pallas.formats import Fp4Format, pack_codes, unpack_codes
@@ -224,4 +225,39 @@ class Fp4Array:
             row_exponent=row_exponent,
             format=codes.format,
             axis=axis,
+        )
+
+
+@pytree_dataclass()
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacked:
+    """One layer of an array that is stacked over layers, not cut out of it.
+
+    A kernel finds the layer by its index, so a loop over layers copies no weights; everything else takes `slice`.
+
+    Attributes:
+      array: an array or Fp4Array with a leading axis of layers.
+      layer: int32 scalar array, which one this is.
+    """
+
+    array: Any
+    layer: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape of one layer, in values."""
+        return tuple(self.array.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.array.shape) - 1
+
+    def check(self) -> None:
+        """Raise TypeError unless `layer` is an int32 scalar."""
+        check_leaf("layer", self.layer, jnp.int32, ())
+
+    def slice(self) -> Any:
+        """The layer's own array."""
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), self.array
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,38 +14,73 @@ class Implementation:
 
     Attributes:
       run: the op.
-      refusal: why it does not serve given arguments of `run`, or None if it does.
+      refusal: why it does not serve given arguments of `run`, or None if it does. It may say that something is
+        missing on this machine; arguments may be shapes and dtypes only.
+      platform: "tpu" or "gpu" as `jax.default_backend()` names it, where it is chosen by itself; None: anywhere.
     """
 
     run: Callable[..., Any]
     refusal: Callable[..., str | None] = lambda *args, **options: None
+    platform: str | None = None
 
 
 def select(
     op: str, implementation: str | None, table: Mapping[str, Implementation], *args: Any, **options: Any
 ) -> Callable[..., Any]:
-    """The function of `table` for `implementation`; None takes the reference.
+    """The function of `table` for `implementation`; None takes the first that `explain` has nothing against.
 
-    The choice is made before tracing: an error inside a traced call cannot be caught and retried under jit.
+    The choice is made before tracing: an error inside a traced call cannot be caught and retried under jit. A name
+    is taken at its word: on another platform than its own it is only refused if it says so itself (Pallas TPU kernels
+    run interpreted there).
 
     Args:
       op: name of the op, for messages.
-      table: implementations by name.
+      table: implementations by name, best first; the last one, "reference", serves everything.
       args, options: what the function will be called with.
 
     Raises:
       ValueError: a name that `op` does not have, or an implementation that does not serve these arguments.
     """
-    name = "reference" if implementation is None else implementation
-    if name not in table:
+    if implementation is None:
+        against = explain(table, *args, **options)
+        return table[next(name for name, reason in against.items() if reason is None)].run
+    if implementation not in table:
         raise ValueError(
-            f"{op} has no implementation {name!r}; available: {sorted(table)}, or None to choose"
+            f"{op} has no implementation {implementation!r}; available: {sorted(table)}, or None to choose"
         )
-    chosen = table[name]
+    chosen = table[implementation]
     reason = chosen.refusal(*args, **options)
     if reason is not None:
-        raise ValueError(f"{op}: implementation {name!r} does not serve this: {reason}; use 'reference'")
+        raise ValueError(
+            f"{op}: implementation {implementation!r} does not serve this: {reason}; use 'reference'"
+        )
     return chosen.run
+
+
+def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> dict[str, str | None]:
+    """Per implementation, in the table's order, why it would not be chosen for a call; None if nothing is against it.
+
+    The first None is the one that `select` takes. `args` and `options` are those of `select`; shapes and dtypes
+    (`jax.ShapeDtypeStruct`) do.
+    """
+    partitioned = "XLA cannot partition its kernel over this mesh" if _is_partitioned() else None
+
+    def against(entry: Implementation) -> str | None:
+        if entry.platform is None:
+            return entry.refusal(*args, **options)
+        if entry.platform != jax.default_backend():
+            return f"it is for {entry.platform}, the default backend is {jax.default_backend()}"
+        return partitioned or entry.refusal(*args, **options)
+
+    return {name: against(entry) for name, entry in table.items()}
+
+
+def _is_partitioned() -> bool:
+    """Whether XLA cuts the program over devices: a mesh of several is set and not every axis is manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return False
+    return any(kind != AxisType.Manual for kind in mesh.axis_types)
 
 
 def interpreted() -> bool:

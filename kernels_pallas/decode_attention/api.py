@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 from kernels_pallas.decode_attention import reference
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.pages import check_cache
 
 IMPLEMENTATIONS = {"reference": Implementation(run=reference.attention)}
 
@@ -35,19 +36,46 @@ def attend(
 def attention(
     q: Float[Array, "b t hq d"],
     cache: KVCache,
-    positions: Shaped[Array, "b t"],
+    positions: Shaped[Array, "..."],
     *,
     scale: float | None = None,
+    layer: Shaped[Array, "..."] | None = None,
+    page_table: Shaped[Array, "..."] | None = None,
+    window: int | None = None,
+    sinks: Shaped[Array, "..."] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b t hq d"]:
-    """Attention of `q` at `positions` (int32) over cache entries s <= position, its own entry included.
+    """Attention of `q` over the cache entries s <= position, its own entry included.
 
     FP4 entries are dequantized exactly to BF16. The arithmetic is that of a decode kernel: see `reference`.
-    ValueError or TypeError for shapes or dtypes that do not fit.
+
+    Args:
+      q: [B, T, Hq, Dh]; query head i uses KV head i // (Hq / H).
+      cache, layer, page_table: as in `kv_cache.append`. Entries in unmapped pages are not attended to.
+      positions: int32 [B, T], of each query in its sequence; a negative one sees nothing.
+      scale: multiplies the scores, Dh^-0.5 unless stated.
+      window: entries that a query sees at most, its own included: only s > position - window.
+      sinks: float32 [Hq], a logit per query head, scaled already, that joins the softmax's denominator and has no
+        value (attention sinks of gpt-oss, arXiv 2508.10925).
+
+    Returns:
+      [B, T, Hq, Dh] in the dtype of `q`; zeros for a query that sees nothing.
+
+    Raises:
+      ValueError or TypeError for shapes or dtypes that do not fit.
     """
-    if q.shape[0] != cache.k.shape[0] or q.shape[3] != cache.k.shape[3] or q.shape[2] % cache.k.shape[2]:
-        raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [B, S, H, Dh]")
+    heads, dim = cache.k.shape[-2:]
+    if q.shape[3] != dim or q.shape[2] % heads:
+        raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [..., H, Dh]")
+    check_cache(cache, q.shape[0], layer, page_table)
     if positions.dtype != jnp.int32:
         raise TypeError(f"positions is {positions.dtype}; expected int32")
-    run = select("decode_attention", implementation, IMPLEMENTATIONS, q, cache, positions, scale=scale)
-    return run(q, cache, positions, scale=scale)
+    if positions.shape != q.shape[:2]:
+        raise ValueError(f"positions has shape {positions.shape}; expected {q.shape[:2]} [B, T]")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected at least 1, the query's own entry")
+    if sinks is not None and (sinks.dtype != jnp.float32 or sinks.shape != q.shape[2:3]):
+        raise TypeError(f"sinks is {sinks.dtype} {sinks.shape}; expected float32 {q.shape[2:3]} [Hq]")
+    options = {"scale": scale, "layer": layer, "page_table": page_table, "window": window, "sinks": sinks}
+    run = select("decode_attention", implementation, IMPLEMENTATIONS, q, cache, positions, **options)
+    return run(q, cache, positions, **options)

@@ -3,27 +3,31 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
 
+ACTIVATIONS = ("swiglu",)
 IMPLEMENTATIONS = {"reference": Implementation(run=reference.grouped_matmul)}
 
 
 def grouped_matmul(
     x: Shaped[Array, "..."] | Fp4Array,
-    w: Shaped[Array, "..."] | Fp4Array,
+    w: Shaped[Array, "..."] | Fp4Array | Stacked,
     group_sizes: Shaped[Array, "..."],
     *,
+    activation: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "r n"]:
     """Rows of x [R, K], sorted by group, each times its group's matrix of w [E, K, N], accumulated in FP32.
 
     Args:
       x: bfloat16, float32 or float64 array, or an Fp4Array along axis -1.
-      w: an array of the dtype of `x`, or an Fp4Array along axis -2.
+      w: an array of the dtype of `x`, or an Fp4Array along axis -2; or one layer of a stack of them.
       group_sizes: int32 [E], rows of each group; groups may be empty. Their sum must not exceed R.
+      activation: "swiglu": w is [E, K, 2F], the columns of a gate, then those of an up projection, and the result
+        silu(gate) * up, [R, F], computed in FP32 (arXiv 2002.05202).
 
     Returns:
       float32 [R, N] (float64 for float64 operands); zeros for rows past the sum of `group_sizes`. A NaN in
@@ -35,8 +39,12 @@ def grouped_matmul(
       TypeError for operands of different or unsupported dtypes, ValueError for shapes that do not fit.
     """
     check_operand("x", x, -1)
-    check_operand("w", w, -2)
-    check_dtypes(x, w)
+    matrices = w
+    if isinstance(w, Stacked):
+        w.check()
+        matrices = w.array
+    check_operand("w", matrices, -2)
+    check_dtypes(x, matrices)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"cannot multiply x {x.shape} by w {w.shape}; expected [R, K] and [E, K, N]")
     if group_sizes.dtype != jnp.int32:
@@ -45,4 +53,10 @@ def grouped_matmul(
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape}; expected {w.shape[:1]}, one size per expert of w"
         )
-    return select("grouped_matmul", implementation, IMPLEMENTATIONS, x, w, group_sizes)(x, w, group_sizes)
+    if activation not in (None, *ACTIVATIONS):
+        raise ValueError(f"unknown activation {activation!r}; expected None or one of {ACTIVATIONS}")
+    if activation == "swiglu" and w.shape[2] % 2:
+        raise ValueError(f"w has shape {w.shape}; swiglu needs gate and up columns, an even number")
+    arguments, options = (x, w, group_sizes), {"activation": activation}
+    run = select("grouped_matmul", implementation, IMPLEMENTATIONS, *arguments, **options)
+    return run(*arguments, **options)

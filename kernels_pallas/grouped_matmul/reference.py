@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kernels_pallas import dots
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.matmul.reference import operands, row_scale
 
 
@@ -109,9 +109,15 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def grouped_matmul(
-    x: Float[Array, "r k"] | Fp4Array, w: Float[Array, "e k n"] | Fp4Array, group_sizes: Int32[Array, " e"]
+    x: Float[Array, "r k"] | Fp4Array,
+    w: Float[Array, "e k n"] | Fp4Array | Stacked,
+    group_sizes: Int32[Array, " e"],
+    *,
+    activation: str | None = None,
 ) -> Float[Array, "r n"]:
     """See `api.grouped_matmul`."""
+    if isinstance(w, Stacked):
+        w = w.slice()
     rows, groups = x.shape[0], w.shape[0]
     layout = block_layout(group_sizes, rows)
     if isinstance(w, Fp4Array) and layout.group.shape[0] < groups:
@@ -126,4 +132,10 @@ def grouped_matmul(
     if w_scale is not None:
         scale = w_scale[layout.row_group]
         out = out * (scale[:, None] if scale.ndim == 1 else scale)
-    return out
+    return swiglu(out) if activation == "swiglu" else out
+
+
+def swiglu(gate_up: Float[Array, "r n"]) -> Float[Array, "r f"]:
+    """silu(gate) * up of the two halves of the columns."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up

@@ -4,6 +4,7 @@ from kernels_pallas.guided_round.api import (
     compact_scales,
     expand_compact_scales,
     guided_round,
+    guided_values,
     own_scale_bytes,
     usable_rows,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "compact_scales",
     "expand_compact_scales",
     "guided_round",
+    "guided_values",
     "own_scale_bytes",
     "usable_rows",
 ]

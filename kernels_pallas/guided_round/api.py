@@ -4,17 +4,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Shaped, UInt8
 
 from kernels_pallas import formats
-from kernels_pallas.arrays import Fp4Codes, check_axis
+from kernels_pallas.arrays import Fp4Codes, check_axis, check_block
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.guided_round import pallas_tpu, reference
 from kernels_pallas.guided_round.guide import Guide
 from kernels_pallas.implementations import Implementation, select
 
-# The kernel runs by name only: XLA cannot partition it, and models run on sharded arrays.
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.guided_round, refusal=pallas_tpu.refusal, platform="tpu"),
     "reference": Implementation(run=reference.guided_round),
-    "pallas_tpu": Implementation(run=pallas_tpu.guided_round, refusal=pallas_tpu.refusal),
 }
+VALUES_IMPLEMENTATIONS = {"reference": Implementation(run=reference.guided_values)}
 
 
 def guided_round(
@@ -49,6 +49,30 @@ def guided_round(
     options = {"axis": axis, "row_axes": row_axes}
     run = select("guided_round", implementation, IMPLEMENTATIONS, x, guide, format, **options)
     return run(x, guide, format, **options)
+
+
+def guided_values(
+    x: Shaped[Array, "..."], guide: Guide | None, format: Fp4Format, *, implementation: str | None = None
+) -> Shaped[Array, "..."]:
+    """The dequantized result of `guided_round`, of `quantize` without a guide: what a trainer multiplies.
+
+    Args:
+      x: bfloat16 or float32 [..., K], rows along the last axis.
+      guide: the record, laid out like `x`, or None.
+
+    Returns:
+      Values [..., K] in the dtype of `x`, exact; NaN throughout a poisoned block. Rounding has no gradient of its own:
+      pass `x` through `stop_gradient` and the gradient around it.
+
+    Raises:
+      TypeError or ValueError as `guided_round` and `quantize`.
+    """
+    if guide is None:
+        check_block(x.shape[-1], -1, format)
+    else:
+        guide.check(x.shape, format, -1, (-1,))
+    run = select("guided_values", implementation, VALUES_IMPLEMENTATIONS, x, guide, format)
+    return run(x, guide, format)
 
 
 def usable_rows(guide: Guide, format: Fp4Format, row_axes: tuple[int, ...] = (-1,)) -> Bool[Array, "..."]:

@@ -8,7 +8,7 @@ from kernels_pallas.arrays import Fp4Codes
 from kernels_pallas.blocks import BlockCodes, Blocks, own_scales, scaled, split_blocks, threshold_scales
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.guided_round.guide import Guide
-from kernels_pallas.quantize.reference import own_row_exponent
+from kernels_pallas.quantize.reference import dequantize, own_row_exponent, quantize_codes
 
 
 def guided_round(
@@ -40,6 +40,12 @@ def guided_round(
         mode=guide.mode,
         compact=guide.compact,
     ).stored(blocks, format)
+
+
+def guided_values(x: Shaped[Array, "..."], guide: Guide | None, format: Fp4Format) -> Shaped[Array, "..."]:
+    """See `api.guided_values`."""
+    codes = quantize_codes(x, format) if guide is None else guided_round(x, guide, format)
+    return dequantize(codes, x.dtype)
 
 
 def guided_blocks(

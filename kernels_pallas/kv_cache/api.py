@@ -7,6 +7,7 @@ from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache import reference
 from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.pages import check_cache
 
 IMPLEMENTATIONS = {"reference": Implementation(run=reference.append)}
 
@@ -18,16 +19,23 @@ def append(
     positions: Shaped[Array, "..."],
     valid: Shaped[Array, "..."],
     *,
+    layer: Shaped[Array, "..."] | None = None,
+    page_table: Shaped[Array, "..."] | None = None,
     implementation: str | None = None,
 ) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
     """Quantize new keys and values and write them at their positions.
 
     Args:
-      cache: one layer's cache, [B, S, H, Dh].
+      cache: one layer's cache, [B, S, H, Dh], one row per sequence; with `page_table` a pool of pages
+        [P, page_size, H, Dh]; with `layer` either with a leading axis of layers.
       k, v: [B, T, H, Dh], bfloat16 or float32, after norm and RoPE. Each (token, head) is one row.
       positions: int32 [B, T], the entry that each token is written to.
-      valid: bool [B, T]; tokens that are not valid, or whose position lies outside the cache, are not
-        written.
+      valid: bool [B, T]; tokens that are not valid, or whose position lies outside the cache or in an unmapped
+        page, are not written.
+      layer: int32 scalar; only this layer of the stacked cache is written, in place where the caller's buffer allows.
+      page_table: int32 [B, pages]; entry s of sequence b lies in page page_table[b, s // page_size], at
+        s % page_size. A negative page is unmapped, others must be below P, and two sequences may share a page only
+        for entries that neither writes.
 
     Returns:
       The cache, and the quantized rows as Fp4Array [B, T, H, Dh] for the guidance record (None for a BF16
@@ -36,16 +44,16 @@ def append(
     Raises:
       TypeError or ValueError for shapes or dtypes that do not fit the cache.
     """
-    batch, _, heads, dim = cache.k.shape
-    tokens = k.shape[1]
+    batch, tokens = k.shape[:2]
+    heads, dim = cache.k.shape[-2:]
     if k.shape != (batch, tokens, heads, dim) or v.shape != k.shape:
-        raise ValueError(f"k {k.shape} and v {v.shape} do not fit the cache {cache.k.shape} [B, S, H, Dh]")
+        raise ValueError(f"k {k.shape} and v {v.shape} do not fit the cache {cache.k.shape} [..., H, Dh]")
+    check_cache(cache, batch, layer, page_table)
     if positions.shape != (batch, tokens) or valid.shape != (batch, tokens):
         raise ValueError(
             f"positions {positions.shape} and valid {valid.shape}; expected {(batch, tokens)} [B, T]"
         )
     if positions.dtype != jnp.int32 or valid.dtype != jnp.bool_:
         raise TypeError(f"positions is {positions.dtype} and valid is {valid.dtype}; expected int32 and bool")
-    return select("kv_cache", implementation, IMPLEMENTATIONS, cache, k, v, positions, valid)(
-        cache, k, v, positions, valid
-    )
+    arguments, options = (cache, k, v, positions, valid), {"layer": layer, "page_table": page_table}
+    return select("kv_cache", implementation, IMPLEMENTATIONS, *arguments, **options)(*arguments, **options)

@@ -15,6 +15,8 @@ from kernels_pallas.formats import Fp4Format
 class KVCache:
     """Keys and values of one layer, [B, S, H, Dh], or of stacked layers, [L, B, S, H, Dh].
 
+    A paged cache has pages in the place of sequences, [P, page_size, H, Dh]; `init_cache` makes one of P "sequences".
+
     Attributes:
       k, v: Fp4Array along the head dimension (one row per token and head), or bfloat16 arrays.
     """
@@ -29,7 +31,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Entries per sequence, S."""
+        """Entries per sequence, S; per page if the cache is paged."""
         return self.k.shape[-3]
 
 

@@ -1,11 +1,11 @@
 """Writes to the KV cache in plain JAX."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.pages import entry_index
 from kernels_pallas.quantize.reference import quantize
 
 
@@ -15,16 +15,17 @@ def append(
     v: Float[Array, "b t h d"],
     positions: Int32[Array, "b t"],
     valid: Bool[Array, "b t"],
+    *,
+    layer: Int32[Array, ""] | None = None,
+    page_table: Int32[Array, "b pages"] | None = None,
 ) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
     """See `api.append`."""
-    length = cache.length
-    # Scatters wrap negative indices around; everything that must not be written goes past the end and is
-    # dropped.
-    index = jnp.where(valid & (positions >= 0) & (positions < length), positions, length)
-    batch = jnp.arange(index.shape[0])[:, None]
+    index = entry_index(positions, valid, page_table, cache.k.shape[-4:])
+    if layer is not None:
+        index = (layer, *index)
 
     def write(entries, new):
-        return jax.tree.map(lambda old, row: old.at[batch, index].set(row, mode="drop"), entries, new)
+        return jax.tree.map(lambda old, row: old.at[index].set(row, mode="drop"), entries, new)
 
     if cache.format is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)

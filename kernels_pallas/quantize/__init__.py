@@ -1,5 +1,21 @@
 """Quantize to FP4 and back."""
 
-from kernels_pallas.quantize.api import SCALE_RULES, dequantize, operand, quantize, quantize_codes
+from kernels_pallas.quantize.api import (
+    SCALE_RULES,
+    dequantize,
+    operand,
+    quantize,
+    quantize_codes,
+    quantize_recorded,
+    rms_norm_quantize,
+)
 
-__all__ = ["SCALE_RULES", "dequantize", "operand", "quantize", "quantize_codes"]
+__all__ = [
+    "SCALE_RULES",
+    "dequantize",
+    "operand",
+    "quantize",
+    "quantize_codes",
+    "quantize_recorded",
+    "rms_norm_quantize",
+]

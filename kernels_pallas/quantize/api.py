@@ -2,18 +2,19 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, BFloat16, Float, Shaped, UInt8
 
 from kernels_pallas.arrays import Fp4Array, Fp4Codes, check_axis, check_block
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.quantize import pallas_tpu, reference
 
-# The kernel runs by name only: XLA cannot partition it, and models run on sharded arrays.
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.quantize, refusal=pallas_tpu.refusal, platform="tpu"),
     "reference": Implementation(run=reference.quantize),
-    "pallas_tpu": Implementation(run=pallas_tpu.quantize, refusal=pallas_tpu.refusal),
 }
+RECORDED_IMPLEMENTATIONS = {"reference": Implementation(run=reference.quantize_recorded)}
+NORM_IMPLEMENTATIONS = {"reference": Implementation(run=reference.rms_norm_quantize)}
 SCALE_RULES = ("amax", "4over6")
 
 
@@ -60,6 +61,56 @@ def quantize(
     _check(x, format, axis, row_axes, scale_rule)
     options = {"axis": axis, "row_axes": row_axes, "scale_rule": scale_rule}
     return select("quantize", implementation, IMPLEMENTATIONS, x, format, **options)(x, format, **options)
+
+
+def quantize_recorded(
+    x: Shaped[Array, "..."], format: Fp4Format, *, implementation: str | None = None
+) -> tuple[Fp4Array, UInt8[Array, "..."]]:
+    """`quantize` of rows along the last axis, and what a record keeps of the codes.
+
+    Args:
+      x: bfloat16 or float32 [..., K].
+
+    Returns:
+      The packed tensor, and the low (mantissa) bits of its codes as uint8 [..., K / 8], bit i of a byte for value i.
+
+    Raises:
+      TypeError or ValueError as `quantize`.
+    """
+    _check(x, format, -1, (-1,), "amax")
+    run = select("quantize_recorded", implementation, RECORDED_IMPLEMENTATIONS, x, format)
+    return run(x, format)
+
+
+def rms_norm_quantize(
+    x: Shaped[Array, "..."],
+    gain: Shaped[Array, "..."],
+    eps: float,
+    format: Fp4Format,
+    *,
+    implementation: str | None = None,
+) -> tuple[BFloat16[Array, "..."], Fp4Array, UInt8[Array, "..."]]:
+    """RMSNorm, and its BF16 result quantized: what feeds the experts of a rollout.
+
+    Args:
+      x: bfloat16 or float32 [..., K], the residual stream.
+      gain: float [K], already rounded to BF16.
+      eps: added to the mean square.
+
+    Returns:
+      h = x / sqrt(mean(x^2) + eps) * gain, computed in FP32 and rounded to BF16 (`norms.rms_norm`); h packed in FP4;
+      the low bits of its codes, as in `quantize_recorded`. Forward only.
+
+    Raises:
+      TypeError or ValueError as `quantize`, and for a gain that does not fit.
+    """
+    _check(x, format, -1, (-1,), "amax")
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"x is {x.dtype}; expected bfloat16 or float32")
+    if gain.shape != x.shape[-1:]:
+        raise ValueError(f"gain has shape {gain.shape}; expected {x.shape[-1:]}, one value per column of x")
+    run = select("rms_norm_quantize", implementation, NORM_IMPLEMENTATIONS, x, gain, eps, format)
+    return run(x, gain, eps, format)
 
 
 def quantize_codes(

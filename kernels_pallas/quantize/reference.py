@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped, UInt8
 
-from kernels_pallas import formats
+from kernels_pallas import formats, norms
 from kernels_pallas.arrays import Fp4Array, Fp4Codes, expand_rows
 from kernels_pallas.blocks import BlockCodes, Blocks, own_scales, scaled, split_blocks, threshold_scales
 from kernels_pallas.formats import Fp4Format
@@ -23,6 +23,20 @@ def quantize(
     """See `api.quantize`."""
     codes = quantize_codes(x, format, axis=axis, row_axes=row_axes, scale_rule=scale_rule)
     return Fp4Array.from_codes(codes, axis)
+
+
+def quantize_recorded(x: Shaped[Array, "..."], format: Fp4Format) -> tuple[Fp4Array, UInt8[Array, "..."]]:
+    """See `api.quantize_recorded`."""
+    codes = quantize_codes(x, format)
+    return Fp4Array.from_codes(codes), formats.pack_bits(codes.codes & 1)
+
+
+def rms_norm_quantize(
+    x: Float[Array, "*rows k"], gain: Float[Array, " k"], eps: float, format: Fp4Format
+) -> tuple[BFloat16[Array, "*rows k"], Fp4Array, UInt8[Array, "..."]]:
+    """See `api.rms_norm_quantize`."""
+    h = norms.rms_norm(x, gain, eps).astype(jnp.bfloat16)
+    return h, *quantize_recorded(h, format)
 
 
 def quantize_codes(

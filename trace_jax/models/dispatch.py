@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.grouped_matmul import grouped_matmul
 
 
@@ -43,7 +43,12 @@ _permute.defvjp(
 
 
 def expert_matmul(
-    x: Array | Fp4Array, w: Array | Fp4Array, dispatch: Dispatch, experts_per_token: int
+    x: Array | Fp4Array,
+    w: Array | Fp4Array | Stacked,
+    dispatch: Dispatch,
+    experts_per_token: int,
+    *,
+    activation: str | None = None,
 ) -> Float[Array, "T k N"]:
     """Multiplies each (token, route slot) row with its own expert's matrix.
 
@@ -52,9 +57,10 @@ def expert_matmul(
         w: `[E, K, N]`.
         dispatch: of the same T tokens.
         experts_per_token: k.
+        activation: as in `grouped_matmul`.
 
     Returns:
-        FP32 (or wider) `[T, k, N]`.
+        FP32 (or wider) `[T, k, N]`; half as many columns after "swiglu".
     """
     k = experts_per_token
     num_tokens = dispatch.order.size // k
@@ -68,5 +74,5 @@ def expert_matmul(
             return _permute(flat, dispatch.order, dispatch.inverse)
         return flat[dispatch.order]
 
-    out = grouped_matmul(jax.tree.map(rows, x), w, dispatch.group_sizes)
+    out = grouped_matmul(jax.tree.map(rows, x), w, dispatch.group_sizes, activation=activation)
     return _permute(out, dispatch.inverse, dispatch.order).reshape(num_tokens, k, out.shape[-1])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas import norms
 from kernels_pallas.decode_attention import attend, attention
 from kernels_pallas.kv_cache import KVCache, append
 from kernels_pallas.matmul import matmul
@@ -42,12 +43,8 @@ def wide(dtype) -> jnp.dtype:
 
 
 def rms_norm(x: Float[Array, "*rows D"], gain: nnx.Param, eps: float) -> Float[Array, "*rows D"]:
-    """x / sqrt(mean(x^2) + eps) * gain, in FP32, returned in the dtype of x."""
-    y = x.astype(wide(x.dtype))
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    # Rounded to BF16 like every weight that is sent to the rollout, then used in FP32.
-    g = cast_weight(gain[...], x.dtype).astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (y * g).astype(x.dtype)
+    """`norms.rms_norm` with the gain rounded to the compute dtype, like every weight that is sent to the rollout."""
+    return norms.rms_norm(x, cast_weight(gain[...], x.dtype), eps)
 
 
 def rope(
@@ -68,9 +65,13 @@ def linear(x: Float[Array, "*rows K"], w: nnx.Param) -> Float[Array, "*rows N"]:
 
 
 class LayerInputs(NamedTuple):
-    """What one layer reads besides the residual stream; every field may be None."""
+    """What one layer reads besides the residual stream; every field may be None.
+
+    `layer` is the layer's index in a `cache` that is stacked over layers; None for a cache of this layer alone.
+    """
 
     cache: KVCache | None = None
+    layer: Int[Array, ""] | None = None
     routes: Int[Array, "B T k"] | None = None
     guides: dict[str, Any] | None = None
     weight_guides: dict[str, Any] | None = None
@@ -107,8 +108,10 @@ class Attention(nnx.Module):
             mask = (positions[:, :, None] >= positions[:, None, :]) & valid[:, None, :]
             out = attend(q, k, v, mask)
         else:
-            cache, captured[KEY], captured[VALUE] = append(inputs.cache, k, v, positions, valid)
-            out = attention(q, cache, positions)
+            cache, captured[KEY], captured[VALUE] = append(
+                inputs.cache, k, v, positions, valid, layer=inputs.layer
+            )
+            out = attention(q, cache, positions, layer=inputs.layer)
         out = linear(out.reshape(batch, length, -1), self.output)
         return x + out, cache, captured
 
@@ -152,10 +155,8 @@ class MoE(nnx.Module):
         gate_up = numerics.expert_weight("gate_up", self.gate_up.get_value(), inputs.weight_guides, c.dtype)
         down = numerics.expert_weight("down", self.down.get_value(), inputs.weight_guides, c.dtype)
 
-        u = expert_matmul(_flatten_tokens(rows, tokens), gate_up, dispatch, k)
-        u = u.reshape(batch, length, k, -1)
-        gate, up = jnp.split(u, 2, axis=-1)
-        act = (jax.nn.silu(gate) * up).astype(x.dtype)
+        act = expert_matmul(_flatten_tokens(rows, tokens), gate_up, dispatch, k, activation="swiglu")
+        act = act.reshape(batch, length, k, -1).astype(x.dtype)
         act, captured[DOWN_INPUT] = numerics.activation(DOWN_INPUT, act, inputs.guides)
         y = expert_matmul(_flatten_tokens(act, tokens), down, dispatch, k).reshape(batch, length, k, -1)
         # Summed in route order, which the record fixes, not in dispatch order.

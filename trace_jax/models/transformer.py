@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.matmul import matmul
 from trace_jax.models.config import ModelConfig
@@ -102,33 +103,39 @@ class Transformer(nnx.Module):
         x = cast_weight(self.embedding[...][tokens], config.dtype)
         x = constrain(x, ("batch", "length", "act_embed"))
         graphdef, stacked = nnx.split(self.blocks)
+        packed, sliced = _split_packed(stacked)
 
-        def run(x, start, stop, guided):
-            def body(x, inputs):
+        def run(carry, start, stop, guided):
+            # The cache and packed experts stay whole, and a layer finds its own by index: the scan would copy its
+            # slice of each, and of the cache back again.
+            def body(carry, inputs):
+                x, cache = carry
                 state, layer = inputs
-                block = nnx.merge(graphdef, state)
-                x, new_cache, experts, captured = block(x, positions, valid, layer, numerics, config)
-                return x, (new_cache, experts, *numerics.collect(captured, valid, guided))
+                block = nnx.merge(graphdef, _at_layer(packed, state, layer.layer))
+                layer = layer._replace(cache=cache)
+                x, cache, experts, captured = block(x, positions, valid, layer, numerics, config)
+                return (x, cache), (experts, *numerics.collect(captured, valid, guided))
 
             if config.remat:
                 body = jax.checkpoint(body)
             offset = sum(layer < start for layer in guided_layers)
             of_run = slice(start, stop)
             inputs = LayerInputs(
-                cache=_slice(cache, of_run),
+                layer=jnp.arange(start, stop, dtype=jnp.int32),
                 routes=_slice(routes, of_run),
                 guides=_slice(guides, slice(offset, offset + stop - start)) if guided else None,
                 weight_guides=_slice(weight_guides, of_run),
             )
-            return jax.lax.scan(body, x, (_slice(stacked, of_run), inputs))
+            return jax.lax.scan(body, carry, (_slice(sliced, of_run), inputs))
 
-        parts = []
+        carry, parts = (x, cache), []
         for start, stop, guided in layer_runs(config.num_layers, guided_layers):
-            x, part = run(x, start, stop, guided)
+            carry, part = run(carry, start, stop, guided)
             parts.append(part)
-        new_cache, experts, guided_parts, every = (_concatenate(list(p)) for p in zip(*parts, strict=True))
+        x, cache = carry
+        experts, guided_parts, every = (_concatenate(list(p)) for p in zip(*parts, strict=True))
         hidden = rms_norm(x, self.final_norm, config.norm_eps)
-        return ForwardOutput(hidden=hidden, cache=new_cache, routes=experts, guided=guided_parts, every=every)
+        return ForwardOutput(hidden=hidden, cache=cache, routes=experts, guided=guided_parts, every=every)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """FP32 logits."""
@@ -137,6 +144,31 @@ class Transformer(nnx.Module):
 
 def _slice(tree: Any, part: slice) -> Any:
     return jax.tree.map(lambda leaf: leaf[part], tree)
+
+
+def _split_packed(state: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The parameters that are packed FP4, and the others; None in the place of the rest."""
+
+    def pick(packed: bool):
+        def keep(variable):
+            return variable if isinstance(variable.get_value(), Fp4Array) == packed else None
+
+        return jax.tree.map(keep, state, is_leaf=_is_variable)
+
+    return pick(True), pick(False)
+
+
+def _at_layer(packed: nnx.State, sliced: nnx.State, layer: Int[Array, ""]) -> nnx.State:
+    """One layer's parameters: those that were sliced, and `layer` of the stacked packed ones."""
+
+    def merge(whole, of_layer):
+        return of_layer if whole is None else whole.replace(Stacked(whole.get_value(), layer))
+
+    return jax.tree.map(merge, packed, sliced, is_leaf=lambda leaf: leaf is None or _is_variable(leaf))
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 def create(config: ModelConfig, key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
@@ -166,7 +198,7 @@ def logical_axes(state: nnx.State) -> nnx.State:
     return jax.tree.map(
         lambda variable: variable.get_metadata()["logical_axes"],
         state,
-        is_leaf=lambda v: isinstance(v, nnx.Variable),
+        is_leaf=_is_variable,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from kernels_pallas.arrays import Fp4Array, Fp4Codes
-from kernels_pallas.guided_round import Guide, guided_round, usable_rows
+from kernels_pallas.guided_round import Guide, guided_round, guided_values, usable_rows
 from kernels_pallas.quantize import dequantize, quantize, quantize_codes
 from trace_jax.guidance import GuidanceSpec, SiteRecord, capture_site, pack_layer, take_rows
 from trace_jax.quant.fake_quant import cast_weight, straight_through
@@ -34,7 +34,7 @@ class Numerics(Protocol):
         """Operand for the GEMM at `site`, and what to keep of it. `x` is `[B, T, ..., K]`."""
 
     def expert_weight(self, name: str, w: Any, guides: dict[str, Fp4Array] | None, dtype: str) -> Any:
-        """Operand of the expert matrices `[E, K, N]`."""
+        """Operand of the expert matrices `[E, K, N]`; packed ones come as one layer of the stack (`Stacked`)."""
 
     def collect(self, captured: dict[str, Any], valid: jax.Array, guided: bool) -> tuple[Any, Any]:
         """What leaves a layer: (part of guided layers only or None, part of every layer)."""
@@ -120,12 +120,8 @@ class SiteAudit:
 
 
 def audit_site(used: Fp4Codes, x: jax.Array, guide: Guide | None, plan: QuantPlan) -> SiteAudit:
-    """Audit of rows `x` `[A, T, ..., K]` that were rounded to `used`."""
-    guided = (
-        jnp.zeros(used.row_exponent.shape, bool)
-        if guide is None
-        else usable_rows(guide, plan.fp4)[: x.shape[0]]
-    )
+    """Audit of rows `x` `[A, T, ..., K]` that were rounded to `used`, under their record `guide` if there is one."""
+    guided = jnp.zeros(used.row_exponent.shape, bool) if guide is None else usable_rows(guide, plan.fp4)
     beyond = (used.codes & 7 == 7) & (jnp.abs(x) > jnp.abs(dequantize(used, x.dtype)))
     return SiteAudit(
         own=quantize(x, plan.fp4),
@@ -180,13 +176,8 @@ class FakeQuantNumerics:
             return x, None
         frozen = lax.stop_gradient(x)
         guide = guides.get(site) if guides else None
-        if guide is None:
-            used, nearest = quantize_codes(frozen, self.plan.fp4), None
-        else:
-            used = guided_round(frozen, guide, self.plan.fp4)
-            nearest = _own_rounding(_compared_sequences(frozen), _compared_sequences(guide), self.plan)
-        operand = straight_through(x, dequantize(used, x.dtype))
-        return operand, (used, nearest, frozen, guide)
+        operand = straight_through(x, guided_values(frozen, guide, self.plan.fp4))
+        return operand, (frozen, guide)
 
     def expert_weight(self, name, w, guides, dtype):
         if not self.plan.experts:
@@ -205,12 +196,13 @@ class FakeQuantNumerics:
         for site in SITES:
             if captured.get(site) is None:
                 continue
-            used, nearest, x, guide = captured[site]
+            # The operand is all that every row needs; codes are made again for the few sequences that report them.
+            x, guide = captured[site]
             if guide is not None:
-                counts[site] = _count(used, nearest, usable_rows(guide, self.plan.fp4), valid)
+                counts[site] = _count(x, guide, valid, self.plan)
             if self.audit_rows:
-                head = jax.tree.map(lambda leaf: leaf[: self.audit_rows], used)
-                audit[site] = audit_site(head, x[: self.audit_rows], guide, self.plan)
+                head = jax.tree.map(lambda leaf: leaf[: self.audit_rows], (x, guide))
+                audit[site] = audit_site(_rounded(*head, self.plan), *head, self.plan)
         return (counts if guided else None), (audit or None)
 
 
@@ -226,13 +218,21 @@ def _own_rounding(x: jax.Array, guide: Guide, plan: QuantPlan) -> Fp4Codes:
     return guided_round(x, dataclasses.replace(guide, mode="scale"), plan.fp4)
 
 
-def _count(used: Fp4Codes, nearest: Fp4Codes, usable: jax.Array, valid: jax.Array) -> SiteCounts:
+def _rounded(x: jax.Array, guide: Guide | None, plan: QuantPlan) -> Fp4Codes:
+    """The codes whose values `guided_values` gives."""
+    return quantize_codes(x, plan.fp4) if guide is None else guided_round(x, guide, plan.fp4)
+
+
+def _count(x: jax.Array, guide: Guide, valid: jax.Array, plan: QuantPlan) -> SiteCounts:
+    usable = usable_rows(guide, plan.fp4)
     fed = valid.reshape(*valid.shape, *(1,) * (usable.ndim - 2))
     guided, unguided = usable & fed, ~usable & fed
-    compared = _compared_sequences(guided)
-    differs = (_compared_sequences(used.codes) != nearest.codes) & compared[..., None]
-    totals = [jnp.sum(mask, dtype=jnp.int32) for mask in (guided, unguided, differs, compared)]
-    return SiteCounts(totals=jnp.stack(totals), width=used.codes.shape[-1])
+    compared, x, guide = _compared_sequences((guided, x, guide))
+    differs = _rounded(x, guide, plan).codes != _own_rounding(x, guide, plan).codes
+    totals = [
+        jnp.sum(mask, dtype=jnp.int32) for mask in (guided, unguided, differs & compared[..., None], compared)
+    ]
+    return SiteCounts(totals=jnp.stack(totals), width=x.shape[-1])
 
 
 def guides_of(records: dict[str, SiteRecord] | None) -> Guides:

@@ -140,7 +140,7 @@ class Sampler:
         model = nnx.merge(self.graphdef, params)
         positions = jnp.broadcast_to(jnp.arange(r.prompt_length, dtype=jnp.int32), tokens.shape)
         fed = positions < lengths[:, None]
-        cache = self._empty_cache(tokens.shape[0], self.length)
+        cache = _lay_out(self._empty_cache(tokens.shape[0], self.length))
         prompts_of_audit = tuple(row // r.group_size for row in r.audit_rows)
         out = model(
             tokens,

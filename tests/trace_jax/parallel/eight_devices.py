@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from kernels_pallas.quantize import quantize_codes
 from tests.trace_jax import small
 from trace_jax.alignment.report import audit_report
 from trace_jax.models.layers import LayerInputs
@@ -32,7 +33,7 @@ def layer_codes(graphdef, state, x, fed):
     numerics = FakeQuantNumerics(plan=QuantPlan())
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     out, _, _, captured = nnx.merge(graphdef, state)(x, positions, fed, LayerInputs(), numerics, MODEL)
-    return out, {site: captured[site][0] for site in SITES}
+    return out, {site: quantize_codes(captured[site][0], QuantPlan().fp4) for site in SITES}
 
 
 def placed(state, mesh):

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
+from kernels_pallas.guided_round import guided_values
 from kernels_pallas.quantize import dequantize, quantize_codes
 from tests.trace_jax import small
 from trace_jax.quant import SITES, FakeQuantNumerics, QuantPlan
@@ -33,7 +34,9 @@ class RoundingErrors(FakeQuantNumerics):
 
     def collect(self, captured, valid, guided):
         return None, {
-            site: dequantize(used, x.dtype) - x for site, (used, _, x, _) in captured.items() if site in SITES
+            site: guided_values(x, guide, self.plan.fp4) - x
+            for site, (x, guide) in captured.items()
+            if site in SITES
         }
 
 
