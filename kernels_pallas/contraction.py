@@ -96,7 +96,9 @@ class Contraction:
         first = step * self.step_chunks
         whole = self.size % (self.step_chunks * self.chunk) == 0
         if self.format is not None:
-            left = None if whole else self.size // self.format.block - first * (self.chunk // self.format.block)
+            left = (
+                None if whole else self.size // self.format.block - first * (self.chunk // self.format.block)
+            )
             tiles.stage_scales(weight_refs[1][...], scratch[0], self.format, self.generation, left)
 
         def multiply(i, _):

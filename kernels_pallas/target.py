@@ -1,4 +1,4 @@
-"""The TPU that kernels are traced for: the one at hand, a named one when compiling ahead of time, or none (interpreted).
+"""The TPU that kernels are traced for: the one at hand, a named one when compiling ahead of time, or none.
 
 The generation decides how a kernel decodes FP4. It cannot be read from the backend of a process that compiles for a
 TPU which it does not have, so such a process says it: `with target(Target(generation=7)): jit(f).trace(...)`.
@@ -39,3 +39,10 @@ def current() -> Target:
 def interpreted() -> bool:
     """Whether Pallas TPU kernels are interpreted."""
     return current().interpreted
+
+
+def backend() -> str:
+    """The platform that is traced for, as `jax.default_backend()` names it."""
+    if target.value is not None and not target.value.interpreted:
+        return "tpu"
+    return jax.default_backend()

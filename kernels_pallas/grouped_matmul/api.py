@@ -4,12 +4,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array, Stacked
-from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.grouped_matmul import pallas_tpu, reference
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
 
 ACTIVATIONS = ("swiglu",)
-IMPLEMENTATIONS = {"reference": Implementation(run=reference.grouped_matmul)}
+IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.grouped_matmul, refusal=pallas_tpu.refusal, platform="tpu"),
+    "reference": Implementation(run=reference.grouped_matmul),
+}
 
 
 def grouped_matmul(

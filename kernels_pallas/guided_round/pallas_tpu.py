@@ -15,8 +15,8 @@ from kernels_pallas.arrays import Fp4Codes
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.guided_round.guide import Guide
 from kernels_pallas.guided_round.reference import guided_blocks, usable_rows
-from kernels_pallas.implementations import interpreted
 from kernels_pallas.quantize.pallas_tpu import MAX_ROW, ROWS, packed, rounded_rows, transposed_blocks
+from kernels_pallas.target import interpreted
 
 
 def refusal(

@@ -8,8 +8,8 @@ from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul import pallas_tpu, reference
 
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.matmul, refusal=pallas_tpu.refusal, platform="tpu"),
     "reference": Implementation(run=reference.matmul),
-    "pallas_tpu": Implementation(run=pallas_tpu.matmul, refusal=pallas_tpu.refusal),
 }
 
 

@@ -18,8 +18,8 @@ from kernels_pallas import formats
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.blocks import BlockCodes, Blocks, split_bits
 from kernels_pallas.formats import Fp4Format
-from kernels_pallas.implementations import interpreted
 from kernels_pallas.quantize.reference import quantize_blocks
+from kernels_pallas.target import interpreted
 
 ROWS = 128  # of a tile: after the transposition they fill the lanes
 MAX_ROW = 4096  # values; a tile of 8192 and its temporaries overflow the VMEM of v5e and v6e
