@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Int32, UInt8, UInt32
 
-from kernels_pallas.formats import Fp4Format
+from kernels_pallas.formats import Fp4Format, decode_scales
 
 NATIVE_FP4 = 7  # generation from which the vector unit converts float4_e2m1fn
 NATIVE_BF16 = 6  # generation from which it multiplies BF16
@@ -40,15 +40,13 @@ def stage_scales(
 ) -> None:
     """Scale bytes in the form that `decoded` reads: `staged`, uint32 [chunks, n / 128, blocks / chunks, 128].
 
-    A word holds a scale's BF16 twice, or once in FP32 where BF16 is not multiplied.
 
     Bytes from `left` on lie outside the tensor, whatever they are: they count as zero.
     """
     bits = scale_bits(scales, format)
     if left is not None:
         bits = jnp.where(lax.broadcasted_iota(jnp.int32, bits.shape, 0) < left, bits, jnp.uint32(0))
-    if generation >= NATIVE_BF16:
-        bits = bits | (bits >> 16)
+    bits = staged_form(bits, generation)
     chunks, lanes, blocks, _ = staged.shape
     for c in range(chunks):
         for n in range(lanes):
@@ -62,20 +60,37 @@ def decoded(
 
     `staged` is a chunk of `stage_scales`, [n / 128, blocks, 128].
     """
+    lanes = range(staged.shape[0])
+    if generation >= NATIVE_FP4:  # it broadcasts a row faster from registers, the others from memory
+        held = jnp.concatenate([staged[n] for n in lanes], axis=1)
+        return scaled_codes(words, held, format, generation)
+    rows = [
+        jnp.concatenate([jnp.broadcast_to(staged[n, i : i + 1], (8, LANES)) for n in lanes], axis=1)
+        for i in range(staged.shape[1])
+    ]
+    return _scaled_codes(words, rows, format, generation)
+
+
+def staged_form(bits: UInt32[Array, "blocks n"], generation: int) -> UInt32[Array, "blocks n"]:
+    """`scale_bits` as `scaled_codes` multiplies by them: the BF16 twice, or the FP32 where BF16 is not multiplied."""
+    return bits | (bits >> 16) if generation >= NATIVE_BF16 else bits
+
+
+def scaled_codes(
+    words: UInt32[Array, "words n"], scales: UInt32[Array, "blocks n"], format: Fp4Format, generation: int
+) -> BFloat16[Array, "k n"]:
+    """`decoded` with the scales of `staged_form` in registers."""
+    rows = [jnp.broadcast_to(scales[i : i + 1], (8, scales.shape[1])) for i in range(scales.shape[0])]
+    return _scaled_codes(words, rows, format, generation)
+
+
+def _scaled_codes(words: Array, scales: list[Array], format: Fp4Format, generation: int) -> Array:
+    """`scales` has a register row [8, n] per block, which serves 16 rows: a BF16 register, or two of FP32."""
     wide = generation < NATIVE_BF16
     values = code_values(words, generation)
     values = values if wide else values.astype(jnp.bfloat16)
-    lanes, blocks, _ = staged.shape
-    if generation >= NATIVE_FP4:  # it broadcasts a row faster from registers, the others from memory
-        held = jnp.concatenate([staged[n] for n in range(lanes)], axis=1)
     rows = []
-    for i in range(blocks):
-        # One register of scales serves 16 rows: a BF16 register, or two of FP32.
-        if generation >= NATIVE_FP4:
-            bits = jnp.broadcast_to(held[i : i + 1], (8, held.shape[1]))
-        else:
-            bits = [jnp.broadcast_to(staged[n, i : i + 1], (8, LANES)) for n in range(lanes)]
-            bits = jnp.concatenate(bits, axis=1)
+    for i, bits in enumerate(scales):
         scale = pltpu.bitcast(bits, jnp.float32 if wide else jnp.bfloat16)
         scale = jnp.concatenate([scale] * (format.block // scale.shape[0]), axis=0)
         block = values[i * format.block : (i + 1) * format.block] * scale
@@ -107,6 +122,8 @@ def scale_bits(scales: UInt8[Array, "blocks n"], format: Fp4Format) -> UInt32[Ar
         byte = scales.astype(jnp.int32)
         nan = ((byte + 1) >> 8) << 22  # 255 has Inf's bits but for this one; byte 0, 2^-127, becomes 0
         return pltpu.bitcast((byte << 23) | nan, jnp.uint32)
+    if scales.shape[0] % 4:
+        return pltpu.bitcast(decode_scales(scales.astype(jnp.int32), format), jnp.uint32)
     # Four bytes at a time: those with the sign bit become 0xFF, NaN like 0x7F.
     packed = pltpu.bitcast(scales, jnp.uint32)
     negative = packed & jnp.uint32(0x80808080)

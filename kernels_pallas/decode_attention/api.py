@@ -3,12 +3,15 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from kernels_pallas.decode_attention import reference
+from kernels_pallas.decode_attention import pallas_tpu, reference
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache.cache import KVCache
 from kernels_pallas.kv_cache.pages import check_cache
 
-IMPLEMENTATIONS = {"reference": Implementation(run=reference.attention)}
+IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.attention, refusal=pallas_tpu.refusal, platform="tpu"),
+    "reference": Implementation(run=reference.attention),
+}
 
 
 def attend(

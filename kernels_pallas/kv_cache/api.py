@@ -5,11 +5,14 @@ from jaxtyping import Array, Shaped
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.implementations import Implementation, select
-from kernels_pallas.kv_cache import reference
+from kernels_pallas.kv_cache import pallas_tpu, reference
 from kernels_pallas.kv_cache.cache import KVCache
 from kernels_pallas.kv_cache.pages import check_cache
 
-IMPLEMENTATIONS = {"reference": Implementation(run=reference.append)}
+IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.append, refusal=pallas_tpu.refusal, platform="tpu"),
+    "reference": Implementation(run=reference.append),
+}
 
 
 def append(
