@@ -80,11 +80,11 @@ def attention(
 
     def cache_spec(leaf):
         def index(b, s, positions, table, layer):
-            s = jnp.clip(
-                s, _first_split(positions[b], window) // splits, jnp.maximum(positions[b], 0) // tokens
-            )
-            page = jnp.maximum(table[b * pages + s // steps], 0)
-            return layer[0], page, 0, s % steps
+            # Steps that see nothing fetch nothing: they stay at the first or the last one that does.
+            first = lax.div(_first_split(positions[b], window), splits)
+            s = jnp.clip(s, first, lax.div(jnp.maximum(positions[b], 0), tokens))
+            page = jnp.maximum(table[b * pages + lax.div(s, steps)], 0)
+            return layer[0], page, 0, lax.rem(s, steps)
 
         return pl.BlockSpec((pl.squeezed, pl.squeezed, leaf.shape[2], tokens), index)
 
@@ -135,7 +135,7 @@ def attention(
 
 def _first_split(position: Int32[Array, ""], window: int | None) -> Int32[Array, ""]:
     """The split of the first entry that a query sees."""
-    return jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0) // SPLIT
+    return jnp.int32(0) if window is None else lax.div(jnp.maximum(position - window + 1, 0), SPLIT)
 
 
 def _kernel(

@@ -116,10 +116,10 @@ def _write(
 
     def cache_spec(leaf):
         shape = (pl.squeezed, pl.squeezed, leaf.shape[2], LANES)
-        return pl.BlockSpec(shape, lambda b, row, entry, _, layer: (layer[0], row[b], 0, entry[b] // LANES))
+        return pl.BlockSpec(shape, lambda b, row, entry, _, layer: (layer[0], row[b], 0, lax.div(entry[b], LANES)))
 
     cache_specs = [cache_spec(leaf) for leaf in cache]
-    new_specs = [pl.BlockSpec((leaf.shape[0], LANES), lambda b, *_: (0, b // LANES)) for leaf in new]
+    new_specs = [pl.BlockSpec((leaf.shape[0], LANES), lambda b, *_: (0, lax.div(b, LANES))) for leaf in new]
     return pl.pallas_call(
         functools.partial(_kernel, count=len(cache)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
