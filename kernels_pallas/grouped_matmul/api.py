@@ -22,7 +22,7 @@ def grouped_matmul(
     *,
     activation: str | None = None,
     implementation: str | None = None,
-) -> Float[Array, "r n"]:
+) -> Float[Array, "r f"]:
     """Rows of x [R, K], sorted by group, each times its group's matrix of w [E, K, N], accumulated in FP32.
 
     Args:

@@ -114,7 +114,7 @@ def grouped_matmul(
     group_sizes: Int32[Array, " e"],
     *,
     activation: str | None = None,
-) -> Float[Array, "r n"]:
+) -> Float[Array, "r f"]:
     """See `api.grouped_matmul`."""
     if isinstance(w, Stacked):
         w = w.slice()

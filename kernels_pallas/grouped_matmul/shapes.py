@@ -5,19 +5,26 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatmulShape:
-    """[rows, k] in `experts` groups times [experts, k, n]."""
+    """[rows, k] in `experts` groups times [experts, k, n]; `activation` as in `grouped_matmul`."""
 
     rows: int
     experts: int
     k: int
     n: int
+    activation: str | None = None
 
 
 SHAPES = {
     "tiny": GroupedMatmulShape(rows=48, experts=6, k=64, n=48),
     "tiny_decode": GroupedMatmulShape(rows=4, experts=16, k=64, n=48),
-    "qwen3_30b_a3b_gate_up_decode": GroupedMatmulShape(rows=512, experts=128, k=2048, n=1536),
+    "qwen3_30b_a3b_gate_up_decode": GroupedMatmulShape(
+        rows=512, experts=128, k=2048, n=1536, activation="swiglu"
+    ),
     "qwen3_30b_a3b_down_decode": GroupedMatmulShape(rows=512, experts=128, k=768, n=2048),
-    "qwen3_30b_a3b_gate_up_train": GroupedMatmulShape(rows=65536, experts=128, k=2048, n=1536),
-    "gpt_oss_20b_gate_up_decode": GroupedMatmulShape(rows=256, experts=32, k=2880, n=5760),
+    "qwen3_30b_a3b_gate_up_train": GroupedMatmulShape(
+        rows=65536, experts=128, k=2048, n=1536, activation="swiglu"
+    ),
+    "gpt_oss_20b_gate_up_decode": GroupedMatmulShape(
+        rows=256, experts=32, k=2880, n=5760, activation="swiglu"
+    ),
 }

@@ -1,6 +1,8 @@
 """Writes to the KV cache in plain JAX."""
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kernels_pallas.arrays import Fp4Array
@@ -21,11 +23,18 @@ def append(
 ) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
     """See `api.append`."""
     index = entry_index(positions, valid, page_table, cache.k.shape[-4:])
-    if layer is not None:
-        index = (layer, *index)
+
+    def put(old, row):
+        if layer is None:
+            return old.at[index].set(row, mode="drop")
+        if old.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+            # XLA:CPU scatters BF16 by way of a float32 copy of the operand: of one layer, not of the whole stack.
+            alone = lax.dynamic_index_in_dim(old, layer, keepdims=False).at[index].set(row, mode="drop")
+            return lax.dynamic_update_index_in_dim(old, alone, layer, 0)
+        return old.at[layer, *index].set(row, mode="drop")
 
     def write(entries, new):
-        return jax.tree.map(lambda old, row: old.at[index].set(row, mode="drop"), entries, new)
+        return jax.tree.map(put, entries, new)
 
     if cache.format is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)

@@ -1,5 +1,9 @@
 """Arguments that an implementation does not serve: it says so, and names the alternative."""
 
+import functools
+import re
+from collections.abc import Callable
+
 import jax
 import pytest
 
@@ -11,3 +15,27 @@ def refuses(table, implementation, run, arrays, *rest, **options) -> bool:
     with pytest.raises(ValueError, match=rf"'{implementation}' does not serve this: .*; use 'reference'"):
         jax.eval_shape(lambda *arrays: run(*arrays, *rest, **options, implementation=implementation), *arrays)
     return True
+
+
+def served(implementation: str, run: Callable) -> Callable:
+    """`run`, which uses `implementation`; a call that it refuses with a clear error skips the test."""
+
+    @functools.wraps(run)
+    def call(*args, **options):
+        try:
+            return run(*args, **options)
+        except ValueError as error:
+            clear = re.search(
+                rf"implementation '{implementation}' does not serve this: .+; use 'reference'", str(error)
+            )
+            if not clear or implementation == "reference":
+                raise
+            pytest.skip(clear.group())
+
+    return call
+
+
+def skip_where_refused(table, implementation, run, arrays, *rest, **options) -> None:
+    """Skips the test where `refuses` says so: for implementations that this machine lacks something for."""
+    if refuses(table, implementation, run, arrays, *rest, **options):
+        pytest.skip(table[implementation].refusal(*arrays, *rest, **options))

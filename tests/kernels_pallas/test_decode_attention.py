@@ -14,6 +14,7 @@ from kernels_pallas.decode_attention.shapes import SHAPES
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.kv_cache import KVCache, append, init_cache
 from kernels_pallas.quantize import dequantize
+from tests.kernels_pallas.serving import served
 
 TINY = SHAPES["tiny"]
 C = TINY.cache
@@ -22,7 +23,7 @@ FORMATS = pytest.mark.parametrize("format", [None, NVFP4, MXFP4], ids=["bf16", "
 
 @pytest.fixture(params=sorted(IMPLEMENTATIONS), scope="module")
 def run(request):
-    return jax.jit(functools.partial(attention, implementation=request.param))
+    return served(request.param, jax.jit(functools.partial(attention, implementation=request.param)))
 
 
 def tokens(rng, heads, count=C.tokens, dtype=jnp.bfloat16):

@@ -1,5 +1,7 @@
 """Grouped matmul: values and gradients against lax.ragged_dot, empty experts, NaN isolation, row independence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
+from kernels_pallas.arrays import Stacked
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_matmul.api import IMPLEMENTATIONS
 from kernels_pallas.grouped_matmul.reference import block_layout, block_rows
 from kernels_pallas.grouped_matmul.shapes import SHAPES
 from kernels_pallas.quantize import dequantize, quantize
+from tests.kernels_pallas.serving import served
 
 TINY = SHAPES["tiny"]  # 48 rows, 6 experts
 SIZES = {
@@ -35,7 +39,8 @@ def implementation(request):
 
 @pytest.fixture(scope="module")
 def run(implementation):
-    return jax.jit(lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation=implementation))
+    run = functools.partial(grouped_matmul, implementation=implementation)
+    return served(implementation, jax.jit(run, static_argnames="activation"))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def gradients(implementation):
     def loss(x, w, sizes):
         return jnp.sum(jnp.sin(grouped_matmul(x, w, sizes, implementation=implementation)))
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+    return served(implementation, jax.jit(jax.grad(loss, argnums=(0, 1))))
 
 
 def inputs(rng, dtype=jnp.float32, shape=TINY):
@@ -187,7 +192,8 @@ def test_named_shapes_are_served(run, name):
     w = jax.ShapeDtypeStruct((shape.experts, shape.k, shape.n), jnp.bfloat16)
     w_q = jax.eval_shape(lambda w: quantize(w, NVFP4, axis=-2, row_axes=(-2, -1)), w)
     sizes = jax.ShapeDtypeStruct((shape.experts,), jnp.int32)
-    assert jax.eval_shape(run, x, w_q, sizes).shape == (shape.rows, shape.n)
+    out = jax.eval_shape(functools.partial(run, activation=shape.activation), x, w_q, sizes)
+    assert out.shape == (shape.rows, shape.n // 2 if shape.activation else shape.n)
 
 
 def test_errors_name_what_is_wrong(rng):
@@ -201,5 +207,54 @@ def test_errors_name_what_is_wrong(rng):
         grouped_matmul(x, w.swapaxes(1, 2), sizes)
     with pytest.raises(TypeError, match="w is float16; expected"):
         grouped_matmul(x, w.astype(jnp.float16), sizes)
-    with pytest.raises(ValueError, match=r"no implementation 'triton'; available"):
-        grouped_matmul(x, w, sizes, implementation="triton")
+    with pytest.raises(ValueError, match=r"no implementation 'cuda'; available"):
+        grouped_matmul(x, w, sizes, implementation="cuda")
+    with pytest.raises(ValueError, match=r"unknown activation 'relu'; expected None or one of \('swiglu',\)"):
+        grouped_matmul(x, w, sizes, activation="relu")
+    with pytest.raises(ValueError, match=r"\(6, 64, 47\); swiglu needs gate and up columns, an even number"):
+        grouped_matmul(x, w[..., 1:], sizes, activation="swiglu")
+    with pytest.raises(TypeError, match="layer is float32; expected int32"):
+        grouped_matmul(x, Stacked(w[None], jnp.float32(0)), sizes)
+
+
+FP4_OR_NOT = pytest.mark.parametrize("packed", [False, True], ids=["bf16", "nvfp4"])
+
+
+def swiglu_inputs(rng, packed, shape):
+    """Operands of which silu sees the whole range, and sizes with an empty group."""
+    x, w = inputs(rng, jnp.bfloat16, shape)
+    sizes = np.bincount(rng.integers(1, shape.experts, shape.rows), minlength=shape.experts)
+    if packed:
+        x, w = jax.jit(lambda x, w: (quantize(x, NVFP4), quantize(w, NVFP4, axis=-2, row_axes=(-2, -1))))(
+            x, w
+        )
+    return x, w, jnp.asarray(sizes, jnp.int32)
+
+
+@FP4_OR_NOT
+@pytest.mark.parametrize("name", ["tiny", "tiny_decode"])
+def test_swiglu_is_silu_of_the_gate_columns_times_the_up_columns(run, rng, packed, name):
+    x, w, sizes = swiglu_inputs(rng, packed, SHAPES[name])
+    gate, up = np.split(np.asarray(run(x, w, sizes), np.float64), 2, axis=1)
+    out = run(x, w, sizes, activation="swiglu")
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out), gate / (1 + np.exp(-gate)) * up, rtol=2e-5, atol=1e-5)
+
+
+def test_gradients_of_swiglu_are_right_in_float64(run, rng):
+    with jax.enable_x64(True):
+        x, w = jnp.asarray(rng.standard_normal((10, 4))), jnp.asarray(rng.standard_normal((3, 4, 6)))
+        sizes = jnp.int32([4, 0, 5])
+        check_grads(lambda x, w: run(x, w, sizes, activation="swiglu"), (x, w), order=1, modes=["rev"])
+
+
+@FP4_OR_NOT
+@pytest.mark.parametrize("name", ["tiny", "tiny_decode"])
+def test_a_layer_of_a_stack_is_that_layer_alone(run, rng, packed, name):
+    x, w, sizes = swiglu_inputs(rng, packed, SHAPES[name])
+    # Other layers hold what would show: all bits set are NaN as BF16 and as scale bytes.
+    ones = jax.tree.map(lambda leaf: jnp.full(leaf.shape, -1, f"i{leaf.dtype.itemsize}").view(leaf.dtype), w)
+    stack = jax.tree.map(lambda bad, leaf: jnp.stack([bad, bad, leaf, bad]), ones, w)
+    for activation in (None, "swiglu"):
+        out = run(x, Stacked(stack, jnp.int32(2)), sizes, activation=activation)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(run(x, w, sizes, activation=activation)))

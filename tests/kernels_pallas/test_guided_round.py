@@ -21,7 +21,7 @@ from kernels_pallas.guided_round.shapes import SHAPES
 from kernels_pallas.quantize import quantize
 from tests.kernels_pallas import oracle
 from tests.kernels_pallas.guided import guide_of, noisy, own, run
-from tests.kernels_pallas.serving import refuses
+from tests.kernels_pallas.serving import refuses, served, skip_where_refused
 from tests.kernels_pallas.strategies import bf16_rows
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
@@ -31,6 +31,10 @@ EXAMPLES = settings(max_examples=30, deadline=None)
 
 @pytest.fixture(params=sorted(IMPLEMENTATIONS), scope="module")
 def implementation(request):
+    x = jnp.ones((4, 64), jnp.bfloat16)
+    guide = guide_of(quantize(x, NVFP4), "mantissa")
+    options = {"axis": -1, "row_axes": (-1,)}
+    skip_where_refused(IMPLEMENTATIONS, request.param, guided_round, (x, guide), NVFP4, **options)
     return request.param
 
 
@@ -228,11 +232,7 @@ def test_weights_are_guided_along_axis_minus_two(implementation, format, mode, c
         )
         return in_place, guided_round(moved.swapaxes(-1, -2), across, format, **options)
 
-    if implementation == "pallas_tpu":
-        with pytest.raises(ValueError, match=r"does not serve this: .*; use 'reference'"):
-            both(jnp.asarray(w), moved)
-        return
-    in_place, across = both(jnp.asarray(w), moved)
+    in_place, across = served(implementation, both)(jnp.asarray(w), moved)
     assert in_place.axis == -2 and in_place.codes.shape == w.shape
     np.testing.assert_array_equal(np.asarray(in_place.codes).swapaxes(-1, -2), np.asarray(across.codes))
     np.testing.assert_array_equal(np.asarray(in_place.scales).swapaxes(-1, -2), np.asarray(across.scales))
@@ -284,5 +284,5 @@ def test_errors_name_what_is_wrong():
         guided_round(x, wrong, NVFP4)
     with pytest.raises(TypeError, match=r"float16.*bfloat16"):
         guided_round(x.astype(jnp.float16), guide, NVFP4)
-    with pytest.raises(ValueError, match=r"no implementation 'triton'; available"):
-        guided_round(x, guide, NVFP4, implementation="triton")
+    with pytest.raises(ValueError, match=r"no implementation 'cuda'; available"):
+        guided_round(x, guide, NVFP4, implementation="cuda")

@@ -12,6 +12,7 @@ from kernels_pallas.kv_cache import KVCache, append, init_cache
 from kernels_pallas.kv_cache.api import IMPLEMENTATIONS
 from kernels_pallas.kv_cache.shapes import SHAPES
 from kernels_pallas.quantize import dequantize, quantize
+from tests.kernels_pallas.serving import served
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
 TINY = SHAPES["tiny"]
@@ -19,7 +20,7 @@ TINY = SHAPES["tiny"]
 
 @pytest.fixture(params=sorted(IMPLEMENTATIONS), scope="module")
 def run(request):
-    return jax.jit(functools.partial(append, implementation=request.param))
+    return served(request.param, jax.jit(functools.partial(append, implementation=request.param)))
 
 
 def empty(format, shape=TINY, **options):
@@ -129,5 +130,5 @@ def test_errors_name_what_is_wrong(rng):
         append(cache, k, v, positions[:, :4], valid)
     with pytest.raises(TypeError, match="positions is float32"):
         append(cache, k, v, positions.astype(jnp.float32), valid)
-    with pytest.raises(ValueError, match=r"no implementation 'triton'; available"):
-        append(cache, k, v, positions, valid, implementation="triton")
+    with pytest.raises(ValueError, match=r"no implementation 'cuda'; available"):
+        append(cache, k, v, positions, valid, implementation="cuda")

@@ -107,7 +107,7 @@ class Sampler:
 
     @property
     def _recorded_layers(self) -> tuple[int, ...]:
-        """All layers are captured, the record's are kept: a scan split at the first guided layer copies the cache."""
+        """All layers are captured, the record's are kept: a scan split at the first guided layer is two programs."""
         return tuple(range(self.model.num_layers)) if self.record else ()
 
     def _empty_cache(self, sequences: int, length: int) -> KVCache:
