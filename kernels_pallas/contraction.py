@@ -6,8 +6,8 @@ does not depend on the rows beside it or on how many there are.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -77,7 +77,7 @@ class Contraction:
             return [(w.words, rows // 8), (w.scales, rows // w.format.block)]
         return [(w, rows)]
 
-    def scratch(self, columns: int) -> list[pltpu.VMEM]:
+    def scratch(self, columns: int) -> list[Any]:
         """Scratch arrays that `accumulate` needs."""
         if self.format is None:
             return []
@@ -86,10 +86,10 @@ class Contraction:
 
     def accumulate(
         self,
-        x_ref: jax.Ref,
-        weight_refs: Sequence[jax.Ref],
-        scratch: Sequence[jax.Ref],
-        acc_ref: jax.Ref,
+        x_ref: Any,
+        weight_refs: Sequence[Any],
+        scratch: Sequence[Any],
+        acc_ref: Any,
         step: Array,
     ) -> None:
         """Add a grid step's product to `acc_ref` [m, n]."""

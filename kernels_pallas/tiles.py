@@ -4,11 +4,12 @@ A tile is words uint32 [K / 8, N] and scales uint8 [K / block, N]. What it becom
 most 6 significant bits, and no form used here goes through a BF16 or FP32 subnormal, which TPUs flush to zero.
 """
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, BFloat16, Int32, UInt8, UInt32
+from jaxtyping import Array, BFloat16, Int32, Shaped, UInt8, UInt32
 
 from kernels_pallas.formats import Fp4Format, decode_scales
 
@@ -23,7 +24,7 @@ def unit(generation: int) -> float:
     return 1.0 if generation >= NATIVE_FP4 else 2.0**10
 
 
-def permuted(x: BFloat16[Array, "... k"], generation: int) -> BFloat16[Array, "... k"]:
+def permuted(x: Shaped[Array, "... k"], generation: int) -> Shaped[Array, "... k"]:
     """`x` with its last axis in the order of the rows of `decoded`: in each 16 the even ones first, before v7x."""
     if generation >= NATIVE_FP4:
         return x
@@ -33,7 +34,7 @@ def permuted(x: BFloat16[Array, "... k"], generation: int) -> BFloat16[Array, ".
 
 def stage_scales(
     scales: UInt8[Array, "blocks n"],
-    staged: jax.Ref,
+    staged: Any,
     format: Fp4Format,
     generation: int,
     left: Int32[Array, ""] | None,
@@ -54,7 +55,7 @@ def stage_scales(
 
 
 def decoded(
-    words: UInt32[Array, "words n"], staged: jax.Ref, format: Fp4Format, generation: int
+    words: UInt32[Array, "words n"], staged: Any, format: Fp4Format, generation: int
 ) -> BFloat16[Array, "k n"]:
     """Code x block scale / `unit` in BF16, rows in the order of `permuted`; NaN throughout a poisoned block.
 

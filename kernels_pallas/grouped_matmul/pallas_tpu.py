@@ -51,7 +51,7 @@ def grouped_matmul(
     group_sizes: Int32[Array, " e"],
     *,
     activation: str | None = None,
-) -> Float32[Array, "r n"]:
+) -> Float32[Array, "r _"]:
     """See `api.grouped_matmul`."""
     gradient_of = functools.partial(reference.grouped_matmul, activation=activation)
     return with_gradient_of(gradient_of)(functools.partial(_grouped_matmul, activation=activation))(

@@ -14,7 +14,12 @@ IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(run=pallas_tpu.guided_round, refusal=pallas_tpu.refusal, platform="tpu"),
     "reference": Implementation(run=reference.guided_round),
 }
-VALUES_IMPLEMENTATIONS = {"reference": Implementation(run=reference.guided_values)}
+VALUES_IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        run=pallas_tpu.guided_values, refusal=pallas_tpu.row_refusal, platform="tpu"
+    ),
+    "reference": Implementation(run=reference.guided_values),
+}
 
 
 def guided_round(

@@ -9,6 +9,7 @@ A token is one column. Its 128 columns are read, changed and written back.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ def _write(
     index: list[Array],
     inside: Bool[Array, " b"],
     layer: Int32[Array, " 1"],
-) -> list[Array]:
+) -> Sequence[Array]:
     """Set column `index` of each array [L, B, rows, S] to a row of `new` [B, rows] where `inside`."""
     batch = inside.shape[0]
     # A token that is not written stays with the columns of the one before it, or of the first that is: blocks that no
@@ -116,7 +117,9 @@ def _write(
 
     def cache_spec(leaf):
         shape = (pl.squeezed, pl.squeezed, leaf.shape[2], LANES)
-        return pl.BlockSpec(shape, lambda b, row, entry, _, layer: (layer[0], row[b], 0, lax.div(entry[b], LANES)))
+        return pl.BlockSpec(
+            shape, lambda b, row, entry, _, layer: (layer[0], row[b], 0, lax.div(entry[b], LANES))
+        )
 
     cache_specs = [cache_spec(leaf) for leaf in cache]
     new_specs = [pl.BlockSpec((leaf.shape[0], LANES), lambda b, *_: (0, lax.div(b, LANES))) for leaf in new]

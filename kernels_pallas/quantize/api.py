@@ -13,8 +13,18 @@ IMPLEMENTATIONS = {
     "pallas_tpu": Implementation(run=pallas_tpu.quantize, refusal=pallas_tpu.refusal, platform="tpu"),
     "reference": Implementation(run=reference.quantize),
 }
-RECORDED_IMPLEMENTATIONS = {"reference": Implementation(run=reference.quantize_recorded)}
-NORM_IMPLEMENTATIONS = {"reference": Implementation(run=reference.rms_norm_quantize)}
+RECORDED_IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        run=pallas_tpu.quantize_recorded, refusal=pallas_tpu.row_refusal, platform="tpu"
+    ),
+    "reference": Implementation(run=reference.quantize_recorded),
+}
+NORM_IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        run=pallas_tpu.rms_norm_quantize, refusal=pallas_tpu.row_refusal, platform="tpu"
+    ),
+    "reference": Implementation(run=reference.rms_norm_quantize),
+}
 SCALE_RULES = ("amax", "4over6")
 
 
