@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from kernels_pallas.target import backend
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
@@ -86,8 +88,8 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
     def against(entry: Implementation) -> str | None:
         if entry.platform is None:
             return entry.refusal(*args, **options)
-        if entry.platform != jax.default_backend():
-            return f"it is for {entry.platform}, the default backend is {jax.default_backend()}"
+        if entry.platform != backend():
+            return f"it is for {entry.platform}, the default backend is {backend()}"
         return partitioned or entry.refusal(*args, **options) or entry.deference(*args, **options)
 
     return {name: against(entry) for name, entry in table.items()}
@@ -95,7 +97,7 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
 
 def chooses_kernels(platform: str) -> bool:
     """Whether programs traced now take kernels of `platform` where a caller leaves the choice open."""
-    return _default is None and jax.default_backend() == platform and not _is_partitioned()
+    return _default is None and backend() == platform and not _is_partitioned()
 
 
 def _is_partitioned() -> bool:
@@ -104,8 +106,3 @@ def _is_partitioned() -> bool:
     if mesh.empty or mesh.size == 1:
         return False
     return any(kind != AxisType.Manual for kind in mesh.axis_types)
-
-
-def interpreted() -> bool:
-    """Whether Pallas TPU kernels are interpreted: everywhere but on a TPU."""
-    return jax.default_backend() != "tpu"

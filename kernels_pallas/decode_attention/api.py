@@ -3,12 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from kernels_pallas.decode_attention import reference, triton
+from kernels_pallas.decode_attention import pallas_tpu, reference, triton
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache.cache import KVCache
 from kernels_pallas.kv_cache.pages import check_cache
 
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.attention, refusal=pallas_tpu.refusal, platform="tpu"),
     "triton": Implementation(run=triton.attention, refusal=triton.refusal, platform="gpu"),
     "reference": Implementation(run=reference.attention),
 }

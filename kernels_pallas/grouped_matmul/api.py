@@ -1,18 +1,32 @@
 """Matmul of rows grouped by expert with that expert's weights."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array, Stacked
-from kernels_pallas.grouped_matmul import reference, triton
+from kernels_pallas.grouped_matmul import pallas_tpu, reference, triton
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
 from kernels_pallas.tiled import TiledFp4Array
 
 ACTIVATIONS = ("swiglu",)
+
+
+def _of_a_trainer(x: Any, w: Any, group_sizes: Any, *, activation: str | None) -> str | None:
+    """Why a kernel is not chosen by itself."""
+    if isinstance(w, Stacked | Fp4Array | TiledFp4Array):
+        return None
+    return "matrices in BF16, outside a stack, are a trainer's, and XLA's, gradients included"
+
+
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        run=pallas_tpu.grouped_matmul, refusal=pallas_tpu.refusal, platform="tpu", deference=_of_a_trainer
+    ),
     "triton": Implementation(
-        run=triton.grouped_matmul, refusal=triton.refusal, platform="gpu", deference=triton.deference
+        run=triton.grouped_matmul, refusal=triton.refusal, platform="gpu", deference=_of_a_trainer
     ),
     "reference": Implementation(run=reference.grouped_matmul),
 }

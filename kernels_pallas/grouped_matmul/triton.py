@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 from kernels_pallas import triton_bridge
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.formats import MXFP4, NVFP4
+from kernels_pallas.gradients import with_gradient_of
 from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.tiled import TiledFp4Array, tile
 from kernels_pallas.tiled_matmul import launch, tiled_weights
@@ -49,35 +50,6 @@ def shape_refusal(x: Any, w: Any, activation: str | None = None) -> str | None:
     return None
 
 
-def deference(
-    x: Any, w: Any, group_sizes: jax.Array | jax.ShapeDtypeStruct, *, activation: str | None = None
-) -> str | None:
-    """Why it is not chosen by itself: a trainer's matrices are XLA's, gradients included."""
-    if isinstance(w, Stacked | Fp4Array | TiledFp4Array):
-        return None
-    return "BF16 matrices outside a stack are a trainer's, and XLA's"
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _differentiable(x, w, group_sizes, activation):
-    return _forward(x, w, group_sizes, activation=activation)
-
-
-def _differentiable_forward(x, w, group_sizes, activation):
-    return _forward(x, w, group_sizes, activation=activation), (x, w, group_sizes)
-
-
-def _differentiable_backward(activation, residuals, g):
-    x, w, group_sizes = residuals
-    _, pullback = jax.vjp(
-        lambda x, w: reference.grouped_matmul(x, w, group_sizes, activation=activation), x, w
-    )
-    return *pullback(g), None
-
-
-_differentiable.defvjp(_differentiable_forward, _differentiable_backward)
-
-
 def grouped_matmul(
     x: Float[Array, "r k"] | Fp4Array,
     w: Float[Array, "e k n"] | Fp4Array | TiledFp4Array | Stacked,
@@ -86,9 +58,10 @@ def grouped_matmul(
     activation: str | None = None,
 ) -> Float[Array, "r f"]:
     """See `api.grouped_matmul`. An Fp4Array is tiled first: do that once, where weights are synchronised."""
-    if isinstance(x, jax.Array) and isinstance(w, jax.Array):
-        return _differentiable(x, w, group_sizes, activation)
-    return _forward(x, w, group_sizes, activation=activation)
+    gradient_of = functools.partial(reference.grouped_matmul, activation=activation)
+    return with_gradient_of(gradient_of)(functools.partial(_forward, activation=activation))(
+        x, w, group_sizes
+    )
 
 
 def _forward(x, w, group_sizes, *, activation):

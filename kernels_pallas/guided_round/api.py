@@ -15,6 +15,9 @@ IMPLEMENTATIONS = {
     "reference": Implementation(run=reference.guided_round),
 }
 VALUES_IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        run=pallas_tpu.guided_values, refusal=pallas_tpu.row_refusal, platform="tpu"
+    ),
     "triton": Implementation(run=triton.guided_values, refusal=triton.values_refusal, platform="gpu"),
     "reference": Implementation(run=reference.guided_values),
 }

@@ -1,7 +1,6 @@
 """Guided rounding on TPUs: one pass over rows, the arithmetic of the reference on a transposed tile."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,13 @@ from jaxtyping import Array, Shaped
 
 from kernels_pallas import formats
 from kernels_pallas.arrays import Fp4Codes
+from kernels_pallas.blocks import BlockCodes
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.guided_round.guide import Guide
 from kernels_pallas.guided_round.reference import guided_blocks, usable_rows
-from kernels_pallas.implementations import interpreted
-from kernels_pallas.quantize.pallas_tpu import MAX_ROW, ROWS, packed, rounded_rows, transposed_blocks
+from kernels_pallas.quantize.pallas_tpu import ROWS, packed, rounded_rows, row_refusal, transposed_blocks
+from kernels_pallas.quantize.reference import quantize_blocks
+from kernels_pallas.target import interpreted
 
 
 def refusal(
@@ -30,34 +31,17 @@ def refusal(
     """Why this kernel does not serve these arguments, None if it does."""
     if axis != -1 or row_axes != (-1,):
         return f"it rounds rows along the last axis, not axis {axis} with row axes {row_axes}"
-    if x.shape[-1] > MAX_ROW:
-        return f"a row of {x.shape[-1]} values exceeds its {MAX_ROW}"
-    return None
+    return row_refusal(x)
 
 
 def guided_round(
     x: Shaped[Array, "..."], guide: Guide, format: Fp4Format, *, axis: int, row_axes: tuple[int, ...]
 ) -> Fp4Codes:
     """See `api.guided_round`."""
+    del axis, row_axes  # `refusal` admits one value of each
     lead, size = x.shape[:-1], x.shape[-1]
-    rows = math.prod(lead)
-    x = rounded_rows(x)
-    record = {"mantissa": guide.mantissa, "full": guide.words, "scale": None}[guide.mode]
-    usable = usable_rows(guide, format, row_axes)
-    inputs = [guide.scales, guide.row_exponent, usable.astype(jnp.uint8)]
-    inputs += [] if record is None else [record]
-    inputs = [x, *(leaf.reshape(rows, -1) for leaf in inputs)]
     widths = (size // 8, size // format.block, 1)
-    words, scales, row_exponent = pl.pallas_call(
-        functools.partial(_kernel, format=format, mode=guide.mode, compact=guide.compact),
-        grid=(pl.cdiv(rows, ROWS),),
-        in_specs=[pl.BlockSpec((ROWS, leaf.shape[1]), lambda i: (i, 0)) for leaf in inputs],
-        out_specs=[pl.BlockSpec((ROWS, width), lambda i: (i, 0)) for width in widths],
-        out_shape=[jax.ShapeDtypeStruct((rows, width), jnp.int32) for width in widths],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        interpret=interpreted(),
-        name=f"guided_round_{format.name}_{guide.mode}",
-    )(*inputs)
+    words, scales, row_exponent = _call(_codes_kernel, "round", x, guide, format, widths, jnp.int32)
     return Fp4Codes(
         codes=formats.unpack_codes(lax.bitcast_convert_type(words, jnp.uint32)).reshape(*lead, size),
         scales=scales.astype(jnp.uint8).reshape(*lead, widths[1]),
@@ -66,11 +50,59 @@ def guided_round(
     )
 
 
-def _kernel(
-    x_ref, scales_ref, row_exponent_ref, usable_ref, *refs, format: Fp4Format, mode: str, compact: bool
-):
-    *record_refs, words_ref, out_scales_ref, out_row_exponent_ref = refs
+def guided_values(x: Shaped[Array, "..."], guide: Guide | None, format: Fp4Format) -> Shaped[Array, "..."]:
+    """See `api.guided_values`."""
+    (values,) = _call(_values_kernel, "values", x, guide, format, x.shape[-1:], x.dtype)
+    return values.reshape(x.shape)
+
+
+def _call(kernel, name, x, guide, format, widths, dtype):
+    """Outputs [rows, width] of a kernel over rows of `x` and of the record."""
+    x = rounded_rows(x)
+    rows, inputs, mode, compact = x.shape[0], [], "none", False
+    if guide is not None:
+        mode, compact = guide.mode, guide.compact
+        record = {"mantissa": guide.mantissa, "full": guide.words, "scale": None}[mode]
+        usable = usable_rows(guide, format)
+        inputs = [guide.scales, guide.row_exponent, usable.astype(jnp.uint8)]
+        inputs += [] if record is None else [record]
+    inputs = [x, *(leaf.reshape(rows, -1) for leaf in inputs)]
+    return pl.pallas_call(
+        functools.partial(kernel, inputs=len(inputs), format=format, mode=mode, compact=compact),
+        grid=(pl.cdiv(rows, ROWS),),
+        in_specs=[pl.BlockSpec((ROWS, leaf.shape[1]), lambda i: (i, 0)) for leaf in inputs],
+        out_specs=[pl.BlockSpec((ROWS, width), lambda i: (i, 0)) for width in widths],
+        out_shape=[jax.ShapeDtypeStruct((rows, width), dtype) for width in widths],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpreted(),
+        name=f"guided_{name}_{format.name}_{mode}",
+    )(*inputs)
+
+
+def _codes_kernel(*refs, inputs: int, format: Fp4Format, mode: str, compact: bool):
+    words_ref, scales_ref, row_exponent_ref = refs[inputs:]
+    codes = _block_codes(refs[:inputs], format, mode, compact)
+    words_ref[...] = packed(codes.codes).T
+    scales_ref[...] = codes.scales.T
+    row_exponent_ref[...] = codes.row_exponent[None].T
+
+
+def _values_kernel(*refs, inputs: int, format: Fp4Format, mode: str, compact: bool):
+    (values_ref,) = refs[inputs:]
+    codes = _block_codes(refs[:inputs], format, mode, compact)
+    value = formats.decode_codes(codes.codes) * formats.decode_scales(codes.scales, format)[:, None]
+    if format.has_row_scale:
+        value = value * formats.row_scale(codes.row_exponent)[None, None]
+    values_ref[...] = value.reshape(-1, value.shape[-1]).T.astype(values_ref.dtype)
+
+
+def _block_codes(refs, format: Fp4Format, mode: str, compact: bool) -> BlockCodes:
+    """Codes of a tile of rows under the record of its other refs, if it has any."""
+    x_ref, *record_refs = refs
     blocks = transposed_blocks(x_ref[...], format)
+    if not record_refs:
+        return quantize_blocks(blocks, format, (-2,))
+    scales_ref, row_exponent_ref, usable_ref, *record_refs = record_refs
     scales = _transposed(scales_ref)
     if compact:
         scales = _spread(scales, 2)[: blocks.amax.shape[0]]
@@ -78,7 +110,7 @@ def _kernel(
     if record_refs:
         record = _spread(_transposed(record_refs[0]), 1 if mode == "mantissa" else 4)
         record = record.reshape(blocks.magnitude.shape)
-    codes = guided_blocks(
+    return guided_blocks(
         blocks,
         format,
         (-2,),
@@ -89,9 +121,6 @@ def _kernel(
         mode=mode,
         compact=compact,
     )
-    words_ref[...] = packed(codes).T
-    out_scales_ref[...] = codes.scales.T
-    out_row_exponent_ref[...] = codes.row_exponent[None].T
 
 
 def _transposed(ref) -> jax.Array:

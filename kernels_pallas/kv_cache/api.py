@@ -5,11 +5,12 @@ from jaxtyping import Array, Shaped
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.implementations import Implementation, select
-from kernels_pallas.kv_cache import reference, triton
+from kernels_pallas.kv_cache import pallas_tpu, reference, triton
 from kernels_pallas.kv_cache.cache import KVCache
 from kernels_pallas.kv_cache.pages import check_cache
 
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.append, refusal=pallas_tpu.refusal, platform="tpu"),
     "triton": Implementation(run=triton.append, refusal=triton.refusal, platform="gpu"),
     "reference": Implementation(run=reference.append),
 }

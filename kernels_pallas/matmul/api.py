@@ -6,10 +6,11 @@ from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.implementations import Implementation, select
-from kernels_pallas.matmul import reference, triton
+from kernels_pallas.matmul import pallas_tpu, reference, triton
 from kernels_pallas.tiled import TiledFp4Array
 
 IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(run=pallas_tpu.matmul, refusal=pallas_tpu.refusal, platform="tpu"),
     "triton": Implementation(run=triton.matmul, refusal=triton.refusal, platform="gpu"),
     "reference": Implementation(run=reference.matmul),
 }

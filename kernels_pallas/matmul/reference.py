@@ -37,6 +37,13 @@ def matmul(
     left, right = operands(x, w)
     flat = left.reshape(-1, left.shape[-1])
     out = dots.einsum("mk,kn->mn", flat, right).reshape(left.shape[:-1] + right.shape[-1:])
+    return with_row_scales(out, x, w)
+
+
+def with_row_scales(
+    out: Float[Array, "... n"], x: Float[Array, "..."] | Fp4Array, w: Float[Array, "..."] | Fp4Array
+) -> Float[Array, "... n"]:
+    """The accumulator of x times w under the row scales of both."""
     x_scale, w_scale = row_scale(x), row_scale(w)
     if x_scale is not None:
         out = out * x_scale[..., None]

@@ -15,10 +15,16 @@ IMPLEMENTATIONS = {
     "reference": Implementation(run=reference.quantize),
 }
 RECORDED_IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        run=pallas_tpu.quantize_recorded, refusal=pallas_tpu.row_refusal, platform="tpu"
+    ),
     "triton": Implementation(run=triton.quantize_recorded, refusal=triton.recorded_refusal, platform="gpu"),
     "reference": Implementation(run=reference.quantize_recorded),
 }
 NORM_IMPLEMENTATIONS = {
+    "pallas_tpu": Implementation(
+        run=pallas_tpu.rms_norm_quantize, refusal=pallas_tpu.row_refusal, platform="tpu"
+    ),
     "triton": Implementation(run=triton.rms_norm_quantize, refusal=triton.norm_refusal, platform="gpu"),
     "reference": Implementation(run=reference.rms_norm_quantize),
 }

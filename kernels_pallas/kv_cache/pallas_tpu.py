@@ -1,0 +1,172 @@
+"""Writes to the KV cache on TPUs, in place.
+
+Kernels see a cache with its entries last, [B, H x n, S]: entries fill the 128 lanes of a register, as columns of a
+weight do, and a decode step reads whole registers. [B, S, H, n] with n = Dh / 8 words would be padded to 128 lanes in
+memory, eight times its size. The transposition costs nothing where XLA may lay the cache out that way, as it may
+inside a jitted decode loop.
+
+A token is one column. Its 128 columns are read, changed and written back.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int32, Shaped
+
+from kernels_pallas import target
+from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.pages import entry_index
+from kernels_pallas.quantize import pallas_tpu as quantize_tpu
+from kernels_pallas.tiles import LANES
+
+
+def refusal(
+    cache: KVCache,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    positions: jax.Array | jax.ShapeDtypeStruct,
+    valid: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    layer: jax.Array | jax.ShapeDtypeStruct | None = None,
+    page_table: jax.Array | jax.ShapeDtypeStruct | None = None,
+) -> str | None:
+    """Why this kernel does not serve these arguments, None if it does."""
+    if k.shape[1] != 1:
+        return f"it appends one token to each sequence, not {k.shape[1]}"
+    return cache_refusal(cache, page_table)
+
+
+def cache_refusal(cache: KVCache, page_table: jax.Array | jax.ShapeDtypeStruct | None) -> str | None:
+    """Why kernels do not serve a cache, None if they do."""
+    if cache.format is None and cache.k.dtype != jnp.bfloat16:
+        return f"an unquantized cache is BF16, not {cache.k.dtype}"
+    if page_table is not None and cache.k.shape[-3] % LANES:
+        return f"pages of {cache.k.shape[-3]} entries are no whole number of {LANES}"
+    return None
+
+
+def leaves(entries: Fp4Array | Array) -> list[Array]:
+    """The arrays of keys or values, each [..., S, H, n]."""
+    if isinstance(entries, Fp4Array):
+        return [entries.words, entries.scales, entries.row_exponent[..., None]]
+    return [entries]
+
+
+def entries_last(leaf: Shaped[Array, "... s h n"], stacked: bool) -> Shaped[Array, "l b rows s"]:
+    """A cache array as kernels see it, with an axis of layers."""
+    leaf = leaf if stacked else leaf[None]
+    return leaf.reshape(*leaf.shape[:3], -1).swapaxes(-1, -2)
+
+
+def append(
+    cache: KVCache,
+    k: Float[Array, "b t h d"],
+    v: Float[Array, "b t h d"],
+    positions: Int32[Array, "b t"],
+    valid: Bool[Array, "b t"],
+    *,
+    layer: Int32[Array, ""] | None = None,
+    page_table: Int32[Array, "b pages"] | None = None,
+) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
+    """See `api.append`."""
+    if cache.format is None:
+        new, quantized = (k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)), (None, None)
+    else:
+        options = {"axis": -1, "row_axes": (-1,), "scale_rule": "amax"}
+        new = quantized = tuple(quantize_tpu.quantize(a, cache.format, **options) for a in (k, v))
+    # One pair (sequence or page, entry) per token; out of range where nothing is to be written.
+    index = [
+        a[:, 0] for a in jnp.broadcast_arrays(*entry_index(positions, valid, page_table, cache.k.shape[-4:]))
+    ]
+    inside = (index[0] < cache.k.shape[-4]) & (index[1] < cache.k.shape[-3])
+    old, structure = jax.tree.flatten(cache)
+    written = _write(
+        [entries_last(leaf, layer is not None) for a in (cache.k, cache.v) for leaf in leaves(a)],
+        [leaf.reshape(leaf.shape[0], -1) for a in new for leaf in leaves(a)],
+        index,
+        inside,
+        jnp.zeros((1,), jnp.int32) if layer is None else layer[None],
+    )
+    written = [leaf.swapaxes(-1, -2).reshape(before.shape) for leaf, before in zip(written, old, strict=True)]
+    return jax.tree.unflatten(structure, written), *quantized
+
+
+def _write(
+    cache: list[Array],
+    new: list[Array],
+    index: list[Array],
+    inside: Bool[Array, " b"],
+    layer: Int32[Array, " 1"],
+) -> Sequence[Array]:
+    """Set column `index` of each array [L, B, rows, S] to a row of `new` [B, rows] where `inside`."""
+    batch = inside.shape[0]
+    # A token that is not written stays with the columns of the one before it, or of the first that is: blocks that no
+    # other step holds. Without any, all steps leave the first columns as they are.
+    step = jnp.arange(batch, dtype=jnp.int32)
+    last = lax.cummax(jnp.where(inside, step, -1))
+    owner = jnp.where(last < 0, jnp.argmax(inside).astype(jnp.int32), last)
+    row, entry = (jnp.where(jnp.any(inside), a[owner], 0) for a in index)
+    # Tokens lie along lanes here, too, and as 32-bit integers, which a kernel can move from lane to lane.
+    new = [_as_int32(leaf).T for leaf in new]
+
+    def cache_spec(leaf):
+        shape = (pl.squeezed, pl.squeezed, leaf.shape[2], LANES)
+        return pl.BlockSpec(
+            shape, lambda b, row, entry, _, layer: (layer[0], row[b], 0, lax.div(entry[b], LANES))
+        )
+
+    cache_specs = [cache_spec(leaf) for leaf in cache]
+    new_specs = [pl.BlockSpec((leaf.shape[0], LANES), lambda b, *_: (0, lax.div(b, LANES))) for leaf in new]
+    return pl.pallas_call(
+        functools.partial(_kernel, count=len(cache)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4, grid=(batch,), in_specs=cache_specs + new_specs, out_specs=cache_specs
+        ),
+        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in cache],
+        input_output_aliases={4 + i: i for i in range(len(cache))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=target.interpreted(),
+        name="kv_append",
+    )(row, entry, inside.astype(jnp.int32), layer, *cache, *new)
+
+
+def _kernel(row, entry, inside, _, *refs, count: int):
+    old_refs, new_refs, out_refs = refs[:count], refs[count : 2 * count], refs[2 * count :]
+    step = pl.program_id(0)
+    before = jnp.maximum(step - 1, 0)
+    moved = (row[step] != row[before]) | (lax.div(entry[step], LANES) != lax.div(entry[before], LANES))
+
+    @pl.when((step == 0) | moved)
+    def _():
+        for old_ref, out_ref in zip(old_refs, out_refs, strict=True):
+            out_ref[...] = old_ref[...]
+
+    @pl.when(inside[step] == 1)
+    def _():
+        lane = lax.rem(entry[step], LANES)
+        shift = lax.rem(lane - lax.rem(step, LANES) + LANES, LANES)
+        for new_ref, out_ref in zip(new_refs, out_refs, strict=True):
+            new = pltpu.roll(new_ref[...], shift, 1)
+            here = lax.broadcasted_iota(jnp.int32, new.shape, 1) == lane
+            out_ref[...] = _from_int32(jnp.where(here, new, _as_int32(out_ref[...])), out_ref.dtype)
+
+
+def _as_int32(a: Array) -> Int32[Array, "..."]:
+    """Bits of `a`; those of the FP32 value of BF16."""
+    if a.dtype == jnp.uint8:
+        return a.astype(jnp.int32)
+    return lax.bitcast_convert_type(a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, jnp.int32)
+
+
+def _from_int32(bits: Int32[Array, "..."], dtype: jnp.dtype) -> Array:
+    if dtype == jnp.uint8:
+        return bits.astype(jnp.uint8)
+    if dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+    return lax.bitcast_convert_type(bits, dtype)
