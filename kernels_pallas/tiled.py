@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, UInt8, UInt32
 
 from kernels_pallas.arrays import Fp4Array, pytree_dataclass
-from kernels_pallas.formats import Fp4Format
+from kernels_pallas.formats import Fp4Format, poisoned
 
 COLUMNS, DEPTH = 16, 64
 """Columns and values of K whose codes lie together: a unit of 128 words."""
@@ -64,7 +64,7 @@ class TiledFp4Array:
         return self.words.shape[-2] * DEPTH, self.words.shape[-3] * COLUMNS
 
     def untile(self) -> Fp4Array:
-        """The tensor that this was made from, bit for bit."""
+        """The quantized tensor that this was made from, bit for bit."""
         k, n = self.size
         block = self.format.block
         pairs = _pairs(self.words)
@@ -102,7 +102,12 @@ def tile(w: Fp4Array, *, gated: bool = False) -> TiledFp4Array:
             f"{w.shape[-1]} columns cannot be a gate and an up projection; expected an even number"
         )
     k = -(-w.shape[-2] // MULTIPLE) * MULTIPLE
-    words = _gate(_fill(w.words, k // 8), gated)
+    # Quantizers write code 0 under scales 0 and NaN; whatever else is there must not show under a widened scale.
+    void = poisoned(w.scales, w.format)
+    if w.format.scale_dtype == "e4m3":
+        void |= w.scales == 0
+    words = jnp.where(jnp.repeat(void, w.format.block // 8, axis=-2), jnp.uint32(0), w.words)
+    words = _gate(_fill(words, k // 8), gated)
     n = words.shape[-1]
     pairs = lax.bitcast_convert_type(words, jnp.uint8).reshape(
         *words.shape[:-2], k // DEPTH, 4, 2, n // COLUMNS, 2, 8, 4

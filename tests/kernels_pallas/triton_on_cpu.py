@@ -8,14 +8,21 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from kernels_pallas.arrays import Fp4Array, Fp4Codes, Stacked
+from kernels_pallas.decode_attention import reference as attention_reference
+from kernels_pallas.decode_attention import triton as attention_triton
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
+from kernels_pallas.grouped_matmul import reference as grouped_reference
+from kernels_pallas.grouped_matmul import triton as grouped_triton
 from kernels_pallas.guided_round import MODES
 from kernels_pallas.guided_round import reference as guided_reference
 from kernels_pallas.guided_round import triton as guided_triton
-from kernels_pallas.kv_cache import init_cache
+from kernels_pallas.kv_cache import KVCache, init_cache
 from kernels_pallas.kv_cache import reference as cache_reference
 from kernels_pallas.kv_cache import triton as cache_triton
-from kernels_pallas.quantize import reference, triton
+from kernels_pallas.matmul import reference as matmul_reference
+from kernels_pallas.matmul import triton as matmul_triton
+from kernels_pallas.quantize import dequantize, reference, triton
 from tests.kernels_pallas.guided import guide_of, noisy
 from tests.kernels_pallas.strategies import TIES
 from tests.kernels_pallas.triton_interpreter import differences
@@ -96,10 +103,100 @@ def append_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator
             yield f"layers {layers} paged {paged}", cache_triton.append(*arguments, **options), expected
 
 
+def matmul_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator[Case]:
+    """Small integers: sums are exact in any order."""
+
+    def integers(*shape):
+        return jnp.asarray(rng.integers(-6, 7, shape), jnp.bfloat16)
+
+    for experts, k, n, sizes in (
+        (
+            4,
+            96,
+            64,
+            [11, 0, 20, 5],
+        ),  # K is no multiple of a tile, neither is N; an empty group, rows to spare
+        (3, 256, 160, [0, 40, 0]),
+        (2, 64, 48, [0, 0]),
+    ):
+        x, w, sizes = integers(40, k), integers(experts, k, n), jnp.int32(sizes)
+        bad = jnp.full_like(w, jnp.nan)
+        if format is not None:
+            x, w, bad = (
+                reference.quantize(x, format),
+                *(reference.quantize(a, format, axis=-2, row_axes=(-2, -1)) for a in (w, bad)),
+            )
+        stack = Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), bad, w), jnp.int32(1))
+        expected = grouped_reference.grouped_matmul(x, w, sizes)
+        for name, weights in (("plain", w), ("layer of a stack", stack)):
+            out = grouped_triton.grouped_matmul(x, weights, sizes)
+            yield f"{experts} x {k} x {n} {name}", out, expected
+        # NaN in one matrix reaches no other group's rows, nor rows of no group.
+        poisoned = jax.tree.map(lambda good, bad: good.at[0].set(bad[0]), w, bad)
+        yield (
+            f"{experts} x {k} x {n} poisoned",
+            grouped_triton.grouped_matmul(x, poisoned, sizes)[sizes[0] :],
+            (expected[sizes[0] :]),
+        )
+    if format is not None:
+        x, w = integers(5, 2048), reference.quantize(integers(2048, 96), format, axis=-2, row_axes=(-2, -1))
+        expected = matmul_reference.matmul(x, w, mode="fast")
+        for mode in ("fast", "invariant"):
+            yield mode, matmul_triton.matmul(x, w, mode=mode), expected
+        # Every scale byte of a finite block, beside every code but -0.
+        least, most = format.scale_range
+        codes = rng.integers(0, 16, (256, most - least + 1))
+        scales = np.broadcast_to(np.arange(least, most + 1), (256 // format.block, most - least + 1))
+        codes = Fp4Codes(
+            codes=jnp.asarray(np.where(codes == 8, 7, codes).T, jnp.uint8),
+            scales=jnp.asarray(scales.T, jnp.uint8),
+            row_exponent=jnp.full((1,), 127, jnp.uint8),
+            format=format,
+        )
+        w = Fp4Array.from_codes(codes, -2)
+        one = jnp.eye(256, dtype=jnp.bfloat16)
+        yield "scale bytes", matmul_triton.matmul(one, w, mode="fast"), dequantize(w, jnp.float32)
+
+
+def attention_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator[Case]:
+    """Within a rounding of BF16 weights: what is yielded is whether elements are further apart."""
+    for heads, q_heads, dim in ((4, 8, 128), (2, 6, 64), (1, 8, 256)):
+        length = 96 if dim != 128 else 1056  # more than one chunk
+        k, v = (jnp.asarray(rng.standard_normal((2, length, heads, dim)), jnp.bfloat16) for _ in "kv")
+        if format is not None:
+            k, v = reference.quantize(k, format), reference.quantize(v, format)
+        cache = KVCache(k=k, v=v)
+        q = jnp.asarray(rng.standard_normal((2, 1, q_heads, dim)), jnp.bfloat16)
+        positions = jnp.int32([[length - 7], [37]])
+        pages = jax.tree.map(lambda leaf: leaf.reshape(-1, 32, *leaf.shape[2:]), cache)
+        table = jnp.arange(2 * length // 32, dtype=jnp.int32).reshape(2, -1)
+        sinks = jnp.asarray(rng.standard_normal(q_heads), jnp.float32)
+        for name, entries, options in (
+            ("plain", cache, {}),
+            ("window and sinks", cache, {"window": 50, "sinks": sinks}),
+            ("pages", pages, {"page_table": table.at[1, 2:].set(-1)}),
+        ):
+            if name == "pages" and format is None:
+                continue  # its tiles are larger
+            out = attention_triton.attention(q, entries, positions, **options).astype(jnp.float32)
+            expected = attention_reference.attention(q, entries, positions, **options).astype(jnp.float32)
+            far = jnp.abs(out - expected) > 2.0**-7 * jnp.maximum(1.0, jnp.abs(expected))
+            yield f"head {dim} {name}", far, jnp.zeros_like(far)
+
+
+CASES = {
+    "quantize": quantize_cases,
+    "guided_values": guided_cases,
+    "append": append_cases,
+    "matmul": matmul_cases,
+    "attention": attention_cases,
+}
+
+
 def main(op: str) -> int:
     """Print a line per case; 1 if any differs."""
-    cases = {"quantize": quantize_cases, "guided_values": guided_cases, "append": append_cases}[op]
-    formats = (None, NVFP4, MXFP4) if op == "append" else (NVFP4, MXFP4)
+    cases = CASES[op]
+    formats = (None, NVFP4, MXFP4) if op in ("append", "matmul", "attention") else (NVFP4, MXFP4)
     failed = 0
     for format in formats:
         for name, actual, expected in cases(np.random.default_rng(0), format):
