@@ -7,6 +7,7 @@ REQUIREMENTS ?= requirements.txt
 VENV := .venv
 STAMP := $(VENV)/.stamp
 RUN := $(VENV)/bin/python
+COMPILERS := .compilers
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -30,8 +31,15 @@ demo: env  ## warm-start a tiny MoE and compare the methods on CPU; writes runs/
 test: env  ## core suite
 	$(RUN) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: env  ## core suite, kill and multi-process tests, notebooks
-	$(RUN) -m pytest --nbmake tests $(wildcard notebooks) $(PYTEST_ARGS)
+test-all: env $(COMPILERS)/.stamp  ## core suite, kill and multi-process tests, notebooks, TPU and GPU compilation
+	PYTHONPATH=$(COMPILERS) $(RUN) -m pytest --nbmake tests $(wildcard notebooks) $(PYTEST_ARGS)
+
+# The compilers of both kinds of kernels, beside the environment: JAX would look for a TPU wherever libtpu is installed.
+$(COMPILERS)/.stamp: $(STAMP)
+	rm -rf $(COMPILERS)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(COMPILERS) 'triton>=3.6,<3.7' \
+	  "$$($(RUN) -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
+	@touch $@
 
 lint: env  ## ruff: lint and format check
 	$(RUN) -m ruff check .
@@ -42,4 +50,4 @@ format: env  ## ruff: fix and format
 	$(RUN) -m ruff format .
 
 clean:  ## remove the environment and caches, keep runs/
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(COMPILERS) .pytest_cache .ruff_cache .hypothesis build *.egg-info
