@@ -9,6 +9,8 @@ STAMP := $(VENV)/.stamp
 RUN := $(VENV)/bin/python
 COMPILERS := .compilers
 PYTEST_ARGS ?=
+# A file runs in one process, so that its fixtures and what it compiled are shared; two files at a time.
+PYTEST = $(RUN) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all lint format clean
@@ -29,10 +31,10 @@ demo: env  ## warm-start a tiny MoE and compare the methods on CPU; writes runs/
 	$(RUN) -m experiments.compare experiment=demo
 
 test: env  ## core suite
-	$(RUN) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: env $(COMPILERS)/.stamp  ## core suite, kill and multi-process tests, notebooks, TPU and GPU compilation
-	PYTHONPATH=$(COMPILERS) $(RUN) -m pytest --nbmake tests $(wildcard notebooks) $(PYTEST_ARGS)
+	PYTHONPATH=$(COMPILERS) $(PYTEST) --nbmake tests $(wildcard notebooks) $(PYTEST_ARGS)
 
 # The compilers of both kinds of kernels, beside the environment: JAX would look for a TPU wherever libtpu is installed.
 $(COMPILERS)/.stamp: $(STAMP)
