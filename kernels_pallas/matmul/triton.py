@@ -87,7 +87,9 @@ def compile_cases() -> Iterator[CompileCase]:
         )
         for rows in (1, 64, 256):
             x = jax.ShapeDtypeStruct((rows, 8192), jnp.bfloat16)
+            run = functools.partial(matmul, mode="invariant")
+            # 256 columns of accumulators and decoded weights: a few registers too many on Blackwell.
             yield CompileCase(
-                f"matmul_{format.name}_{rows}", functools.partial(matmul, mode="invariant"), (x, w)
+                f"matmul_{format.name}_{rows}", run, (x, w), local_bytes=64 if rows == 256 else 0
             )
         yield CompileCase(f"operand_{format.name}", decoded, (w,))

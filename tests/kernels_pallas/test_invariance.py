@@ -17,15 +17,22 @@ from kernels_pallas.grouped_matmul.api import IMPLEMENTATIONS
 from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.matmul import matmul
 from kernels_pallas.quantize import quantize
+from kernels_pallas.target import interpreted
 from tests.kernels_pallas.serving import served
 
 BATCHES = (1, 3, 16, 64, 257)
+INTERPRETED = (1, 3, 16)  # kernels that are interpreted here are slow
 FORMATS = pytest.mark.parametrize("format", [None, NVFP4, MXFP4], ids=["bf16", "nvfp4", "mxfp4"])
 
 
 @pytest.fixture(params=sorted(set(IMPLEMENTATIONS) - {"reference"}), scope="module")
 def implementation(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def batches(implementation):
+    return INTERPRETED if implementation == "pallas_tpu" and interpreted() else BATCHES
 
 
 def weight(rng, format, *shape):
@@ -42,11 +49,11 @@ def places(rng, batch):
 
 
 @FORMATS
-def test_a_row_of_a_matmul(implementation, rng, format):
+def test_a_row_of_a_matmul(implementation, batches, rng, format):
     run = served(implementation, jax.jit(functools.partial(matmul, implementation=implementation)))
     w, row = weight(rng, format, 4096, 384), rows_of(rng, 1, 4096)
     expected = np.asarray(run(row, w))[0]
-    for batch in BATCHES:
+    for batch in batches:
         for place in places(rng, batch):
             x = rows_of(rng, batch, 4096).at[place].set(row[0])
             np.testing.assert_array_equal(
@@ -55,13 +62,13 @@ def test_a_row_of_a_matmul(implementation, rng, format):
 
 
 @FORMATS
-def test_a_row_of_a_group(implementation, rng, format):
+def test_a_row_of_a_group(implementation, batches, rng, format):
     run = jax.jit(functools.partial(grouped_matmul, activation="swiglu", implementation=implementation))
     run = served(implementation, run)
     experts, k = 4, 512
     w, row = weight(rng, format, experts, k, 256), rows_of(rng, 1, k)
     expected = np.asarray(run(row, w, jnp.int32([0, 0, 1, 0])))[0]
-    for batch in BATCHES:
+    for batch in batches:
         for place in places(rng, batch):
             before = int(rng.integers(place + 1))  # rows of the groups before
             sizes = jnp.int32([before, 0, batch - before, 0])
@@ -72,18 +79,18 @@ def test_a_row_of_a_group(implementation, rng, format):
 
 
 @FORMATS
-def test_a_sequence_of_decode_attention(implementation, rng, format):
+def test_a_sequence_of_decode_attention(implementation, batches, rng, format):
     run = served(implementation, jax.jit(functools.partial(attention, implementation=implementation)))
 
     def entries(batch, length):
         x = jnp.asarray(rng.standard_normal((batch, length, 2, 128)), jnp.bfloat16)
         return x if format is None else quantize(x, format)
 
-    position, short = 1234, 1280
+    position, short = (1234, 1280) if batches is BATCHES else (200, 256)
     one = KVCache(k=entries(1, short), v=entries(1, short))
     q = jnp.asarray(rng.standard_normal((1, 1, 8, 128)), jnp.bfloat16)
     expected = np.asarray(run(q, one, jnp.int32([[position]])))[0]
-    for batch in BATCHES:
+    for batch in batches:
         length = short if batch > 16 else 3 * short  # nor on the length of the cache
         for place in places(rng, batch):
             others = KVCache(k=entries(batch, length), v=entries(batch, length))
