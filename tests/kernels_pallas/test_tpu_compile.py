@@ -22,25 +22,25 @@ MOST = {(7, "mxfp4"): 1.6, (7, "nvfp4"): 2.2, (6, "nvfp4"): 3.0}
 
 
 @pytest.fixture(scope="module")
-def counts():
-    """Bundles by generation and case, each generation compiled once and in a process of its own."""
-    found = {}
+def counts(tmp_path_factory):
+    """Bundles by generation and case; each generation is compiled in a process of its own, all at once."""
+    folder, running, found = tmp_path_factory.mktemp("bundles"), {}, {}
+    for generation in TOPOLOGIES:
+        command = [sys.executable, "-m", "tests.kernels_pallas.tpu_bundles", "--generation", str(generation)]
+        with (folder / f"{generation}.out").open("w") as out, (folder / f"{generation}.err").open("w") as err:
+            running[generation] = subprocess.Popen(command, stdout=out, stderr=err)
 
     def get(generation):
         if generation not in found:
-            command = [
-                sys.executable,
-                "-m",
-                "tests.kernels_pallas.tpu_bundles",
-                "--generation",
-                str(generation),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-            assert done.returncode == 0, done.stderr[-4000:]
-            found[generation] = json.loads(done.stdout.splitlines()[-1])[str(generation)]
+            failed = running[generation].wait(timeout=3600)
+            assert not failed, (folder / f"{generation}.err").read_text()[-4000:]
+            last = (folder / f"{generation}.out").read_text().splitlines()[-1]
+            found[generation] = json.loads(last)[str(generation)]
         return found[generation]
 
-    return get
+    yield get
+    for process in running.values():
+        process.kill()
 
 
 @pytest.mark.parametrize("generation", sorted(TOPOLOGIES))
