@@ -114,10 +114,9 @@ def table(rows: list[dict[str, Any]], bandwidth: float) -> str:
     for row in rows:
         others = ", ".join(f"{name} {us}" for name, us in row["us"].items() if name != "ours")
         cells = [row["op"], row["shape"], row["us"]["ours"], others]
-        cells += [
-            row.get(name) if row.get(name) is not None else "" for name in ("ratio", "must", "aim", "verdict")
-        ]
-        lines.append("| " + " | ".join(str(c) for c in [*cells, row.get("bandwidth_share", "")]) + " |")
+        cells += ["" if row.get(name) is None else round(row[name], 3) for name in ("ratio", "must", "aim")]
+        cells += [row.get("verdict", ""), row.get("bandwidth_share", "")]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ SIDES = ("kernels", "reference")
 
 
 def choice(side: str) -> contextlib.AbstractContextManager:
-    """Programs are traced under it: a side's first calls decide what it runs."""
+    """What a side's programs are called under."""
     return default_implementation("reference" if side == "reference" else None)
 
 

@@ -1,8 +1,7 @@
 """Which implementation of an op runs, decided before tracing."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,18 +28,10 @@ class Implementation:
     deference: Callable[..., str | None] = lambda *args, **options: None
 
 
-_default: str | None = None
-
-
-@contextlib.contextmanager
-def default_implementation(name: str | None) -> Iterator[None]:
-    """Programs traced inside use `name` wherever a caller leaves the choice open: "reference" compares with kernels."""
-    global _default
-    before, _default = _default, name
-    try:
-        yield
-    finally:
-        _default = before
+default_implementation = jax.make_user_context(default_value=None)
+"""Context manager: what is called inside uses the implementation of this name wherever a caller leaves the choice open;
+None chooses. Part of the key of `jax.jit`'s caches. `default_implementation("reference")` is for comparisons.
+"""
 
 
 def select(
@@ -60,7 +51,7 @@ def select(
     Raises:
       ValueError: a name that `op` does not have, or an implementation that does not serve these arguments.
     """
-    implementation = _default if implementation is None else implementation
+    implementation = default_implementation.value if implementation is None else implementation
     if implementation is None:
         against = explain(table, *args, **options)
         return table[next(name for name, reason in against.items() if reason is None)].run
@@ -97,7 +88,7 @@ def explain(table: Mapping[str, Implementation], *args: Any, **options: Any) -> 
 
 def chooses_kernels(platform: str) -> bool:
     """Whether programs traced now take kernels of `platform` where a caller leaves the choice open."""
-    return _default is None and backend() == platform and not _is_partitioned()
+    return default_implementation.value is None and backend() == platform and not _is_partitioned()
 
 
 def _is_partitioned() -> bool:

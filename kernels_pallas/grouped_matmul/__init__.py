@@ -1,5 +1,5 @@
 """Matmul of rows grouped by expert with that expert's weights."""
 
-from kernels_pallas.grouped_matmul.api import grouped_matmul
+from kernels_pallas.grouped_matmul.api import arranged, grouped_matmul
 
-__all__ = ["grouped_matmul"]
+__all__ = ["arranged", "grouped_matmul"]

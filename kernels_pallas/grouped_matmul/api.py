@@ -1,17 +1,39 @@
 """Matmul of rows grouped by expert with that expert's weights."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from kernels_pallas import triton_bridge
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.grouped_matmul import pallas_tpu, reference, triton
-from kernels_pallas.implementations import Implementation, select
+from kernels_pallas.implementations import Implementation, chooses_kernels, select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
-from kernels_pallas.tiled import TiledFp4Array
+from kernels_pallas.tiled import TiledFp4Array, tile
 
 ACTIVATIONS = ("swiglu",)
+
+
+def arranged(w: Float[Array, "l e k n"] | Fp4Array, *, gated: bool) -> Any:
+    """Matrices stacked over layers as this machine's kernel reads them, a copy for as long as they are used.
+
+    On one NVIDIA GPU packed matrices are tiled, and BF16 ones come as a `Stacked` whose layer is to be replaced, which
+    says that a layer is not to be cut out. Elsewhere they are returned as they are.
+
+    `gated`: the columns are a gate's, then those of an up projection.
+    """
+    if not chooses_kernels("gpu") or triton_bridge.unavailable() is not None:
+        return w
+    return _tiled_layers(w, gated) if isinstance(w, Fp4Array) else Stacked(w, jnp.int32(0))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _tiled_layers(w: Fp4Array, gated: bool) -> TiledFp4Array:
+    return lax.map(functools.partial(tile, gated=gated), w)  # a layer at a time: copies are made on the way
 
 
 def _of_a_trainer(x: Any, w: Any, group_sizes: Any, *, activation: str | None) -> str | None:

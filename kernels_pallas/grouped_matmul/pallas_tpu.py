@@ -48,20 +48,6 @@ def refusal(
     return None
 
 
-def grouped_matmul(
-    x: Float[Array, "r k"] | Fp4Array,
-    w: Float[Array, "e k n"] | Fp4Array | Stacked,
-    group_sizes: Int32[Array, " e"],
-    *,
-    activation: str | None = None,
-) -> Float32[Array, "r _"]:
-    """See `api.grouped_matmul`."""
-    gradient_of = functools.partial(reference.grouped_matmul, activation=activation)
-    return with_gradient_of(gradient_of)(functools.partial(_grouped_matmul, activation=activation))(
-        x, w, group_sizes
-    )
-
-
 class Visits(NamedTuple):
     """Which group meets which tile of rows in each grid step; steps past the last visit repeat it, idle.
 
@@ -107,7 +93,15 @@ def tile_columns(columns: int) -> int | None:
     return next((size for size in (COLUMNS, 384, 256, LANES) if columns % size == 0), None)
 
 
-def _grouped_matmul(x, w, group_sizes, *, activation):
+@with_gradient_of(reference.grouped_matmul)
+def grouped_matmul(
+    x: Float[Array, "r k"] | Fp4Array,
+    w: Float[Array, "e k n"] | Fp4Array | Stacked,
+    group_sizes: Int32[Array, " e"],
+    *,
+    activation: str | None = None,
+) -> Float32[Array, "r _"]:
+    """See `api.grouped_matmul`."""
     stack, layer = (w.array, w.layer) if isinstance(w, Stacked) else (jax.tree.map(lambda a: a[None], w), 0)
     _, groups, size, columns = stack.shape
     rows = x.shape[0]

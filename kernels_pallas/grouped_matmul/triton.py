@@ -27,11 +27,6 @@ def refusal(
     x: Any, w: Any, group_sizes: jax.Array | jax.ShapeDtypeStruct, *, activation: str | None = None
 ) -> str | None:
     """Why this kernel does not serve these arguments, None if it does."""
-    return triton_bridge.unavailable() or shape_refusal(x, w, activation)
-
-
-def shape_refusal(x: Any, w: Any, activation: str | None = None) -> str | None:
-    """`refusal` on a machine that has all it takes."""
     matrices = w.array if isinstance(w, Stacked) else w
     for name, a in (("x", x), ("w", matrices)):
         if not isinstance(a, Fp4Array | TiledFp4Array) and a.dtype != jnp.bfloat16:
@@ -47,9 +42,10 @@ def shape_refusal(x: Any, w: Any, activation: str | None = None) -> str | None:
             return "w has row scales of its columns, not one of each matrix"
     elif n % 16 or k % 8:
         return f"BF16 matrices of {k} x {n} are not multiples of 8 x 16"
-    return None
+    return triton_bridge.unavailable()
 
 
+@with_gradient_of(reference.grouped_matmul)
 def grouped_matmul(
     x: Float[Array, "r k"] | Fp4Array,
     w: Float[Array, "e k n"] | Fp4Array | TiledFp4Array | Stacked,
@@ -58,17 +54,10 @@ def grouped_matmul(
     activation: str | None = None,
 ) -> Float[Array, "r f"]:
     """See `api.grouped_matmul`. An Fp4Array is tiled first: do that once, where weights are synchronised."""
-    gradient_of = functools.partial(reference.grouped_matmul, activation=activation)
-    return with_gradient_of(gradient_of)(functools.partial(_forward, activation=activation))(
-        x, w, group_sizes
-    )
-
-
-def _forward(x, w, group_sizes, *, activation):
-    matrices = w.array if isinstance(w, Stacked) else w
-    if isinstance(matrices, Fp4Array):
-        w = tile(w.slice() if isinstance(w, Stacked) else w, gated=activation == "swiglu")
-    return launch(x, w, group_sizes, gated=activation == "swiglu")[0]
+    gated = activation == "swiglu"
+    if isinstance(w.array if isinstance(w, Stacked) else w, Fp4Array):
+        w = tile(w.slice() if isinstance(w, Stacked) else w, gated=gated)
+    return launch(x, w, group_sizes, gated=gated)[0]
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -92,7 +81,7 @@ def compile_cases() -> Iterator[CompileCase]:
             name = f"grouped_{'bf16' if format is None else format.name}_{rows}x{experts}x{k}x{n}"
             arguments = (shape(rows, k), w, shape(experts, dtype=jnp.int32))
             yield CompileCase(
-                name, functools.partial(_forward, activation="swiglu" if gated else None), arguments
+                name, functools.partial(grouped_matmul, activation="swiglu" if gated else None), arguments
             )
     layers = Stacked(
         array=jax.eval_shape(functools.partial(tiled_weights, NVFP4, False), shape(4, 8, 256, 256)),
@@ -100,6 +89,6 @@ def compile_cases() -> Iterator[CompileCase]:
     )
     yield CompileCase(
         "grouped_layer",
-        functools.partial(_forward, activation=None),
+        functools.partial(grouped_matmul, activation=None),
         (shape(8, 256), layers, shape(8, dtype=jnp.int32)),
     )

@@ -35,13 +35,9 @@ def refusal(
     return None
 
 
+@with_gradient_of(reference.matmul)
 def matmul(x: Float[Array, "..."] | Fp4Array, w: Fp4Array, *, mode: str) -> Float32[Array, "..."]:
     """See `api.matmul`. Tiles and the order of sums do not depend on the rows: both modes are one."""
-    return _matmul(x, w)
-
-
-@with_gradient_of(functools.partial(reference.matmul, mode="invariant"))
-def _matmul(x: Float[Array, "..."] | Fp4Array, w: Fp4Array) -> Float32[Array, "..."]:
     rows = operand(x) if isinstance(x, Fp4Array) else x
     contraction = Contraction(size=w.shape[0], format=w.format, generation=target.current().generation)
     out = _multiply(rows.reshape(-1, rows.shape[-1]), w, contraction)

@@ -132,19 +132,16 @@ def _quantize(x: Array, format: Fp4Format, record: bool) -> tuple[Fp4Array, Arra
     lead, size = x.shape[:-1], x.shape[-1]
     x = rounded_rows(x)
     rows = x.shape[0]
-    *leaves, mantissa = [
-        *triton_bridge.call(
-            quantize_kernel,
-            x,
-            rows,
-            outputs=fp4_shapes(rows, size, format, record),
-            RECORD=record,
-            **({} if record else {"mantissa_ptr": None}),
-            **launch_options(rows, size, format.block, small_tile(rows, size, format.block)),
-        ),
-        *([] if record else [None]),
-    ]
-    return fp4_array(leaves, lead, format), mantissa.reshape(*lead, size // 8) if record else None
+    parts = triton_bridge.call(
+        quantize_kernel,
+        x,
+        rows,
+        outputs=fp4_shapes(rows, size, format, record),
+        RECORD=record,
+        **({} if record else {"mantissa_ptr": None}),
+        **launch_options(rows, size, format.block, small_tile(rows, size, format.block)),
+    )
+    return fp4_array(parts[:3], lead, format), parts[3].reshape(*lead, size // 8) if record else None
 
 
 def small_tile(rows: int, size: int, block: int) -> Tile:

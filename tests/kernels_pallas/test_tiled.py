@@ -23,10 +23,8 @@ def packed(format, *shape, seed=0):
 
 @FORMATS
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("shape", [(64, 48), (3, 160, 96), (2, 2, 2880 // 8, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 48), (3, 160, 96), (2, 2, 288, 32)], ids=str)
 def test_tiling_and_back_is_the_same_tensor(format, gated, shape):
-    if shape[-2] % format.block:
-        pytest.skip("no whole number of blocks")
     w = packed(format, *shape)
     tiled = tile(w, gated=gated)
     assert tiled.shape == shape and tiled.ndim == len(shape)

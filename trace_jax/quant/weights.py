@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kernels_pallas import triton_bridge
-from kernels_pallas.arrays import Fp4Array, Fp4Codes, Stacked
+from kernels_pallas.arrays import Fp4Array, Fp4Codes
+from kernels_pallas.grouped_matmul import arranged
 from kernels_pallas.guided_round import Guide, guided_round
-from kernels_pallas.implementations import chooses_kernels
 from kernels_pallas.quantize import quantize, quantize_codes
-from kernels_pallas.tiled import tile
 from trace_jax.quant.fake_quant import cast_weight
 from trace_jax.quant.plan import QuantPlan
 
@@ -73,26 +71,12 @@ def expert_guides(rollout: nnx.State) -> dict[str, Fp4Array]:
 
 
 def arranged_for_kernels(rollout: nnx.State) -> nnx.State:
-    """Rollout parameters as this machine's kernels want the experts: a copy for a rollout, kept nowhere else.
+    """Rollout parameters with the experts as this machine's kernels read them: for a rollout, kept nowhere else."""
 
-    On one NVIDIA GPU packed matrices are tiled for its tensor cores, and BF16 ones marked as a stack of layers, so that
-    decoding copies no layer's weights. Elsewhere the parameters as they are.
-    """
-    if not chooses_kernels("gpu") or triton_bridge.unavailable() is not None:
-        return rollout
-    return _arranged(rollout)
-
-
-@jax.jit
-def _arranged(rollout: nnx.State) -> nnx.State:
     def convert(path, variable):
-        w = variable.get_value()
         if not is_expert_weight(path):
             return variable
-        if isinstance(w, Fp4Array):
-            layers = jax.lax.map(lambda layer: tile(layer, gated=path[-1] in GATED), w)  # one layer at a time
-            return variable.replace(layers)
-        return variable.replace(Stacked(w, jnp.int32(0)))
+        return variable.replace(arranged(variable.get_value(), gated=path[-1] in GATED))
 
     flat = nnx.to_flat_state(rollout)
     return nnx.from_flat_state([(path, convert(path, variable)) for path, variable in flat])
