@@ -7,11 +7,10 @@ order, in FP32, so that a row's result does not depend on the rows beside it.
 
 import triton.language as tl
 
+from kernels_pallas.triton_codes import E4M3_SHIFT, REGISTERS, RESULTS, eight_values, power_of_two, times
 from kernels_pallas.triton_jit import jit
 
-# A word to four BF16 pairs a, b, c, d that are 2^-126 times the values.
 _PAIRS = """
-.reg .b32 a, b, c, d, t;
 and.b32 a, $8, 0x81C081C0;
 shl.b32 b, $8, 3;
 and.b32 b, b, 0x81C081C0;
@@ -26,38 +25,31 @@ shr.b32 t, $8, 5;
 and.b32 t, t, 0x01000100;
 or.b32 d, d, t;
 """
-_RESULTS = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;"
-
-
-def _times(first: str, second: str) -> str:
-    scales = zip("abcd", (first, second) * 2, strict=True)
-    return " ".join(f"mul.rn.bf16x2 {pair}, {pair}, {scale};" for pair, scale in scales)
-
-
 # The scale bytes of two columns, each in both halves of a register.
 _SCALES = "prmt.b32 s0, $9, 0, 0x4040; prmt.b32 s1, $9, 0, 0x4141;"
 # Times E4M3 scales x 2^119, which their widened bytes are under the exponent bits 111: exact, 2^-7 times the operand.
 DECODE_E4M3 = tl.constexpr(
-    "{ .reg .b32 s0, s1;"
+    "{ .reg .b32 s0, s1; "
+    + REGISTERS
     + _SCALES
     + "mad.lo.u32 s0, s0, 16, 0x70007000; mad.lo.u32 s1, s1, 16, 0x70007000;"
     + _PAIRS
-    + _times("s0", "s1")
-    + _RESULTS
+    + times("s0", "s1")
+    + RESULTS
     + "}"
 )
 # Times 2^126, then times E8M0 scales, which their bytes are as exponents.
 DECODE_E8M0 = tl.constexpr(
-    "{ .reg .b32 s0, s1, u;"
+    "{ .reg .b32 s0, s1, u; "
+    + REGISTERS
     + _SCALES
     + "shl.b32 s0, s0, 7; shl.b32 s1, s1, 7; mov.b32 u, 0x7E807E80;"
     + _PAIRS
-    + _times("u", "u")
-    + _times("s0", "s1")
-    + _RESULTS
+    + times("u")
+    + times("s0", "s1")
+    + RESULTS
     + "}"
 )
-E4M3_SHIFT = tl.constexpr(128.0)  # what is missing from operands decoded with E4M3 scales
 
 
 @jit
@@ -80,26 +72,13 @@ def decoded(
 ):
     """BF16 `[COLUMNS, DEPTH]` of a tile of words and their scale bytes: registers are decoded and renamed."""
     code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
-    a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
-        code,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [words, scales.to(tl.int32)],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
+    a0, a1, b0, b1, c0, c1, d0, d1 = eight_values(code, words, scales.to(tl.int32))
     first = tl.join(tl.join(a0, a1), tl.join(c0, c1))
     second = tl.join(tl.join(b0, b1), tl.join(d0, d1))
     x = tl.join(first, second)
     # outer, depth, warp, row, quad, tile of K, pair, half of K, half of columns
     x = x.reshape(COLUMNS // (16 * WARPS), DEPTH // 64, WARPS, 8, 4, 4, 2, 2, 2)
     return x.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(COLUMNS, DEPTH)
-
-
-@jit
-def power_of_two(byte):
-    """2^(byte - 127) of bytes 1 to 254."""
-    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @jit

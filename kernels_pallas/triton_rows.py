@@ -2,7 +2,15 @@
 
 import triton.language as tl
 
-from kernels_pallas.triton_fp4 import packed_low_bits, row_amax, row_exponent_of, store_words
+from kernels_pallas.triton_fp4 import (
+    block_amax,
+    load_block,
+    packed_low_bits,
+    quantize_block,
+    row_amax,
+    row_exponent_of,
+    store_words,
+)
 from kernels_pallas.triton_jit import jit
 
 
@@ -23,6 +31,24 @@ def own_row_exponent(words, amax, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     else:
         exponent = row_exponent_of(row_amax(words, amax))
     return exponent
+
+
+@jit
+def load_rows(x_ptr, start, row, block, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The tile's blocks of BF16 rows, two values to a word."""
+    x_ptr = x_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + start * (SIZE // 2)
+    return load_block(
+        x_ptr, row[:, None] * (SIZE // 2) + block[None, :] * (BLOCK // 2), mask, MASKED, BLOCK // 8
+    )
+
+
+@jit
+def quantized_rows(words, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Code words, scale bytes and row exponents of a tile."""
+    amax = block_amax(words)
+    row_exponent = own_row_exponent(words, amax, ROWS, BLOCK)
+    codes, byte = quantize_block(words, amax, row_exponent[:, None], BLOCK)
+    return codes, byte, row_exponent
 
 
 @jit

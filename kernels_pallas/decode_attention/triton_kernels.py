@@ -11,6 +11,7 @@ tile is free where queries and results follow it; it is chosen so that a renamin
 
 import triton.language as tl
 
+from kernels_pallas.triton_codes import E4M3_SHIFT, REGISTERS, RESULTS, eight_values, power_of_two, times
 from kernels_pallas.triton_jit import jit
 
 _PLACES = "".join(
@@ -19,22 +20,10 @@ _PLACES = "".join(
     f"shl.b32 t, $8, {12 - 4 * p}; and.b32 t, t, 0x80008000; or.b32 {pair}, {pair}, t; "
     for p, pair in enumerate("abcd")
 )
-_RESULTS = "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d; }"
-
-
-def _times(factor: str) -> str:
-    return " ".join(f"mul.rn.bf16x2 {pair}, {pair}, {factor};" for pair in "abcd")
-
-
-# A word of 8 codes times prepared scales: BF16 pairs a to d.
-DECODE_E4M3 = tl.constexpr("{ .reg .b32 a, b, c, d, t; " + _PLACES + _times("$9") + _RESULTS)
+# A word of 8 codes times prepared scales.
+DECODE_E4M3 = tl.constexpr("{ " + REGISTERS + _PLACES + times("$9") + RESULTS + "}")
 DECODE_E8M0 = tl.constexpr(
-    "{ .reg .b32 a, b, c, d, t; "
-    + _PLACES
-    + "mov.b32 t, 0x7E807E80; "
-    + _times("t")
-    + _times("$9")
-    + _RESULTS
+    "{ " + REGISTERS + _PLACES + "mov.b32 t, 0x7E807E80; " + times("t") + times("$9") + RESULTS + "}"
 )
 # Scale bytes prepared, in both halves: E4M3 x 2^119 (codes are 2^-126 times their values), E8M0; NaN if poisoned.
 PREPARE_E4M3 = tl.constexpr(
@@ -45,15 +34,8 @@ PREPARE_E8M0 = tl.constexpr(
     "{ .reg .b32 s; .reg .pred p; setp.ge.u32 p, $1, 0xFF; mul.lo.u32 s, $1, 0x00800080; "
     "selp.b32 $0, 0x7FC07FC0, s, p; }"
 )
-E4M3_SHIFT = tl.constexpr(128.0)  # what is missing from operands decoded with E4M3 scales
 UNSEEN = tl.constexpr(-1.0e38)  # the largest score of no position
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@jit
-def power_of_two(byte):
-    """2^(byte - 127) of bytes 1 to 254."""
-    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -82,14 +64,7 @@ def decoded(ptr, scales, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D
     at = ptr + rows[:, None] * (D // 8) + tl.arange(0, D // 8)[None, :]
     words = tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)
     code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
-    a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
-        code,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [words, scales],
-        dtype=(tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
+    a0, a1, b0, b1, c0, c1, d0, d1 = eight_values(code, words, scales)
     low = tl.join(tl.join(a0, a1), tl.join(b0, b1))
     high = tl.join(tl.join(c0, c1), tl.join(d0, d1))
     return tl.join(low, high)

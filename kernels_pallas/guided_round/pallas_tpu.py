@@ -17,6 +17,7 @@ from kernels_pallas.guided_round.guide import Guide
 from kernels_pallas.guided_round.reference import guided_blocks, usable_rows
 from kernels_pallas.quantize.pallas_tpu import ROWS, packed, rounded_rows, row_refusal, transposed_blocks
 from kernels_pallas.quantize.reference import quantize_blocks
+from kernels_pallas.quantize.rows import options_refusal
 from kernels_pallas.target import interpreted
 
 
@@ -29,9 +30,7 @@ def refusal(
     row_axes: tuple[int, ...],
 ) -> str | None:
     """Why this kernel does not serve these arguments, None if it does."""
-    if axis != -1 or row_axes != (-1,):
-        return f"it rounds rows along the last axis, not axis {axis} with row axes {row_axes}"
-    return row_refusal(x)
+    return options_refusal(axis=axis, row_axes=row_axes) or row_refusal(x)
 
 
 def guided_round(

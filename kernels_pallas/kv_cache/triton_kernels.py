@@ -2,9 +2,9 @@
 
 import triton.language as tl
 
-from kernels_pallas.triton_fp4 import block_amax, load_block, quantize_block, store_words
+from kernels_pallas.triton_fp4 import load_block, store_words
 from kernels_pallas.triton_jit import jit
-from kernels_pallas.triton_rows import own_row_exponent, store_fp4, tile_rows
+from kernels_pallas.triton_rows import load_rows, quantized_rows, store_fp4, tile_rows
 
 
 @jit
@@ -44,12 +44,8 @@ def _append_fp4(
     start, row, block, inside, mask, entry, written,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    x_ptr = x_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + start * (SIZE // 2)
-    offsets = row[:, None] * (SIZE // 2) + block[None, :] * (BLOCK // 2)
-    words = load_block(x_ptr, offsets, mask, MASKED, BLOCK // 8)
-    amax = block_amax(words)
-    exponent = own_row_exponent(words, amax, ROWS, BLOCK)
-    codes, byte = quantize_block(words, amax, exponent[:, None], BLOCK)
+    words = load_rows(x_ptr, start, row, block, mask, SIZE, BLOCK, MASKED)
+    codes, byte, exponent = quantized_rows(words, ROWS, BLOCK)
     store_fp4(
         row_words_ptr + start * (SIZE // 8), row_scales_ptr + start * (SIZE // BLOCK), row_exponent_ptr + start,
         codes, byte, exponent, row, block, inside, mask, SIZE, BLOCK, MASKED,

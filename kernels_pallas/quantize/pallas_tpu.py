@@ -20,6 +20,7 @@ from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.blocks import Blocks, split_bits
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.quantize.reference import quantize_blocks
+from kernels_pallas.quantize.rows import options_refusal
 from kernels_pallas.target import interpreted
 
 ROWS = 128  # of a tile: after the transposition they fill the lanes
@@ -35,11 +36,7 @@ def refusal(
     scale_rule: str,
 ) -> str | None:
     """Why this kernel does not serve these arguments, None if it does."""
-    if axis != -1 or row_axes != (-1,):
-        return f"it quantizes rows along the last axis, not axis {axis} with row axes {row_axes}"
-    if scale_rule != "amax":
-        return f"it has no scale rule {scale_rule!r}"
-    return row_refusal(x)
+    return options_refusal(axis=axis, row_axes=row_axes, scale_rule=scale_rule) or row_refusal(x)
 
 
 def row_refusal(x: jax.Array | jax.ShapeDtypeStruct, *args: Any) -> str | None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, BFloat16, Shaped, UInt8
 from kernels_pallas import formats, triton_bridge
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
+from kernels_pallas.quantize.rows import options_refusal
 from kernels_pallas.triton_bridge import CompileCase
 
 MAX_ROW = 16384  # values: a program holds whole rows in registers
@@ -66,11 +67,7 @@ def refusal(
     scale_rule: str,
 ) -> str | None:
     """Why `quantize` does not serve these arguments, None if it does."""
-    if axis != -1 or row_axes != (-1,):
-        return f"it quantizes rows along the last axis, not axis {axis} with row axes {row_axes}"
-    if scale_rule != "amax":
-        return f"it has no scale rule {scale_rule!r}"
-    return row_refusal(x)
+    return options_refusal(axis=axis, row_axes=row_axes, scale_rule=scale_rule) or row_refusal(x)
 
 
 def recorded_refusal(x: jax.Array | jax.ShapeDtypeStruct, format: Fp4Format) -> str | None:

@@ -2,17 +2,9 @@
 
 import triton.language as tl
 
-from kernels_pallas.triton_fp4 import (
-    block_amax,
-    first,
-    load_block,
-    quantize_block,
-    second,
-    store_words,
-    to_bf16,
-)
+from kernels_pallas.triton_fp4 import first, load_block, second, store_words, to_bf16
 from kernels_pallas.triton_jit import jit
-from kernels_pallas.triton_rows import own_row_exponent, store_fp4, store_low_bits, tile_rows
+from kernels_pallas.triton_rows import load_rows, quantized_rows, store_fp4, store_low_bits, tile_rows
 
 
 @jit
@@ -23,9 +15,7 @@ def quantize_kernel(
 ):  # fmt: skip
     """Quantize BF16 rows; with RECORD also write the low bits of the codes."""
     start, row, block, inside, mask = tile_rows(rows, SIZE, BLOCK, ROWS, BLOCKS)
-    x_ptr = x_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + start * (SIZE // 2)
-    offsets = row[:, None] * (SIZE // 2) + block[None, :] * (BLOCK // 2)
-    words = load_block(x_ptr, offsets, mask, MASKED, BLOCK // 8)
+    words = load_rows(x_ptr, start, row, block, mask, SIZE, BLOCK, MASKED)
     _quantize_and_store(
         words, words_ptr, scales_ptr, row_exponent_ptr, mantissa_ptr, start, row, block, inside, mask,
         SIZE, BLOCK, ROWS, RECORD, MASKED,
@@ -40,11 +30,10 @@ def rms_norm_quantize_kernel(
 ):  # fmt: skip
     """RMSNorm of BF16 rows, rounded to BF16, and its quantization."""
     start, row, block, inside, mask = tile_rows(rows, SIZE, BLOCK, ROWS, BLOCKS)
-    x_ptr = x_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + start * (SIZE // 2)
     h_ptr = h_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + start * (SIZE // 2)
     gain_ptr = gain_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     offsets = row[:, None] * (SIZE // 2) + block[None, :] * (BLOCK // 2)
-    words = load_block(x_ptr, offsets, mask, MASKED, BLOCK // 8)
+    words = load_rows(x_ptr, start, row, block, mask, SIZE, BLOCK, MASKED)
     squares = tl.zeros([ROWS, BLOCKS], tl.float32)
     for i in tl.static_range(len(words)):
         a, b = first(words[i]), second(words[i])
@@ -72,9 +61,7 @@ def _quantize_and_store(
     words, words_ptr, scales_ptr, row_exponent_ptr, mantissa_ptr, start, row, block, inside, mask,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, RECORD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    amax = block_amax(words)
-    row_exponent = own_row_exponent(words, amax, ROWS, BLOCK)
-    codes, byte = quantize_block(words, amax, row_exponent[:, None], BLOCK)
+    codes, byte, row_exponent = quantized_rows(words, ROWS, BLOCK)
     store_fp4(
         words_ptr + start * (SIZE // 8), scales_ptr + start * (SIZE // BLOCK), row_exponent_ptr + start,
         codes, byte, row_exponent, row, block, inside, mask, SIZE, BLOCK, MASKED,
