@@ -1,7 +1,7 @@
 """Words of 8 codes in Triton kernels that multiply them: what the layouts of weights and of caches have in common.
 
-A layout's instructions put the codes of a word, operand $8, into four registers a to d of BF16 pairs that are 2^-126 times
-the values, and multiply them by scales made of operand $9.
+A layout's instructions put the codes of a word, operand $8, into four registers a to d of BF16 pairs that are
+2^-126 times the values, and multiply them by scales made of operand $9.
 """
 
 import triton.language as tl

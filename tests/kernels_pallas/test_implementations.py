@@ -4,11 +4,23 @@ import importlib
 import importlib.metadata
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from kernels_pallas import triton_bridge
-from kernels_pallas.implementations import Implementation, explain, select
+from kernels_pallas.arrays import Stacked
+from kernels_pallas.formats import NVFP4
+from kernels_pallas.grouped_matmul import arranged
+from kernels_pallas.grouped_matmul.api import IMPLEMENTATIONS as GROUPED
+from kernels_pallas.implementations import (
+    Implementation,
+    chooses_kernels,
+    default_implementation,
+    explain,
+    select,
+)
+from kernels_pallas.quantize import quantize
 
 TABLES = [
     ("decode_attention", "IMPLEMENTATIONS"),
@@ -133,3 +145,34 @@ def test_triton_needs_an_nvidia_gpu_and_both_packages(backend, monkeypatch):
     assert triton_bridge.unavailable() is None
     versions["triton"] = "3.10.0rc1"
     assert triton_bridge.unavailable() is None
+
+
+def test_a_default_stands_in_for_a_choice_left_open_also_in_programs_traced_before(backend):
+    backend("gpu")
+    program = jax.jit(lambda x: x + len(chosen(1)))
+    assert int(program(0)) == len("best") and chooses_kernels("gpu")
+    with default_implementation("reference"):
+        assert chosen(1) == "reference" and not chooses_kernels("gpu")
+        assert chosen(1, "second") == "second"  # a name is still taken at its word
+        assert int(program(0)) == len("reference")
+    assert int(program(0)) == len("best")
+
+
+def test_a_trainers_matrices_are_left_to_xla_and_a_rollouts_are_not(backend, monkeypatch):
+    backend("gpu")
+    monkeypatch.setattr(triton_bridge, "unavailable", lambda: None)
+    x, w, sizes = (jnp.zeros(shape, jnp.bfloat16) for shape in ((8, 64), (2, 4, 64, 32), (4,)))
+
+    def against(w):
+        return explain(GROUPED, x, w, sizes.astype(jnp.int32), activation="swiglu")["triton"]
+
+    assert "a trainer's" in against(w[0])
+    layers = arranged(w, gated=True)
+    assert against(Stacked(layers.array, jnp.int32(1))) is None
+    packed = quantize(w, NVFP4, axis=-2, row_axes=(-2, -1), implementation="reference")
+    tiled = arranged(packed, gated=True)
+    assert tiled.gated and tiled.shape == w.shape
+    assert against(Stacked(tiled, jnp.int32(1))) is None
+    assert "gated=False" in against(Stacked(arranged(packed, gated=False), jnp.int32(1)))
+    backend("cpu")
+    assert arranged(packed, gated=True) is packed and arranged(w, gated=True) is w

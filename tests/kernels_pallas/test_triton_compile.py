@@ -12,6 +12,7 @@ import pytest
 
 import kernels_pallas
 from kernels_pallas import triton_bridge
+from tests.kernels_pallas.triton_types import TYPES
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,10 +22,6 @@ pytestmark = [
     ),
 ]
 ARCHITECTURES = (90, 100)
-TYPES = {
-    "bfloat16": "bf16", "float32": "fp32", "uint32": "u32", "int32": "i32", "uint16": "u16", "uint8": "u8",
-    "int8": "i8", "bool": "i1", "float16": "fp16", "int64": "i64", "float8_e4m3fn": "fp8e4nv",
-}  # fmt: skip
 MODULES = [
     f"kernels_pallas.{op.name}.triton"
     for op in pkgutil.iter_modules(kernels_pallas.__path__)

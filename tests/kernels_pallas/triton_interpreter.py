@@ -16,11 +16,7 @@ import triton.runtime.interpreter as interpreter
 from kernels_pallas import tiled, triton_bridge, triton_fp4, triton_matmul
 from kernels_pallas.decode_attention import triton_kernels as attention_kernels
 from kernels_pallas.formats import E2M1_VALUES
-
-TYPES = {
-    "bfloat16": "bf16", "float32": "fp32", "uint32": "u32", "int32": "i32", "uint16": "u16", "uint8": "u8",
-    "bool": "i1",
-}  # fmt: skip
+from tests.kernels_pallas.triton_types import TYPES
 
 
 def _halves(word: np.ndarray, dtype) -> np.ndarray:
