@@ -16,10 +16,14 @@ BLOCK_BYTES = MXFP4.block // 2
 
 
 def from_blocks(
-    blocks: UInt8[Array, "E N blocks bytes"] | UInt8[np.ndarray, "E N blocks bytes"],
-    scales: UInt8[Array, "E N blocks"] | UInt8[np.ndarray, "E N blocks"],
+    blocks: UInt8[Array, "..."] | UInt8[np.ndarray, "..."],
+    scales: UInt8[Array, "..."] | UInt8[np.ndarray, "..."],
 ) -> Fp4Array:
     """Packed matrices `[E, K, N]`, one row per matrix, of a checkpoint's tensors.
+
+    Args:
+        blocks: `[E, N, K / 32, 16]`.
+        scales: `[E, N, K / 32]`.
 
     Codes and scales are those of the checkpoint, but for -0 (code 8): it becomes 0, since no quantizer here writes it,
     and a trainer that rounds the same values would seem to differ. Every dequantized value is equal.

@@ -114,7 +114,7 @@ class RopeConfig:
         fast, slow = pair(self.scaling.beta_fast), pair(self.scaling.beta_slow)
         if self.scaling.truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
-        fast, slow = max(fast, 0), min(slow, dim - 1)
+        fast, slow = max(float(fast), 0.0), min(float(slow), dim - 1.0)
         return (slow if slow != fast else fast + 1e-3), fast
 
 
