@@ -4,8 +4,6 @@ Keys and values of all heads are expanded from one latent vector per token, and 
 heads share. Shapes: H heads, R latent rank, n and r the parts of queries and keys without and with RoPE, v value dim.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -15,32 +13,10 @@ from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.decode_attention import attend
 from kernels_pallas.kv_cache import LatentCache, append_latent
 from kernels_pallas.quantize import dequantize
-from trace_jax.config import ConfigError, check_range
 from trace_jax.models.config import ModelConfig
-from trace_jax.models.layers import LayerInputs, linear, param, rms_norm
+from trace_jax.models.layers import LayerInputs, linear, norm_gain, param, rms_norm
 from trace_jax.models.rope import rope
 from trace_jax.quant import KEY, Numerics, cast_weight
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """Ranks of the low-rank projections and sizes of a head's parts; `query_rank` None projects queries directly."""
-
-    query_rank: int | None = None
-    latent_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-    def __post_init__(self):
-        sizes = ["latent_rank", "nope_dim", "rope_dim", "value_dim"]
-        if self.query_rank is not None:
-            sizes.append("query_rank")
-        check_range("model.latent", self, *sizes, at_least=1)
-        if self.rope_dim % 2:
-            raise ConfigError(
-                f"model.latent.rope_dim is {self.rope_dim}; RoPE rotates pairs: expected an even size."
-            )
 
 
 class LatentAttention(nnx.Module):
@@ -56,7 +32,7 @@ class LatentAttention(nnx.Module):
         queries = c.num_heads * (m.nope_dim + m.rope_dim)
         expanded = c.num_heads * (m.nope_dim + m.value_dim)
         values = c.num_heads * m.value_dim
-        self.norm = param(rngs, (*lead, c.hidden_size), ("layers", "norm"))
+        self.norm = norm_gain(rngs, (*lead, c.hidden_size), ("layers", "norm"), centred=c.centred_norms)
         if m.query_rank is None:
             self.query = param(
                 rngs, (*lead, c.hidden_size, queries), ("layers", "embed", "heads"), c.hidden_size
@@ -83,7 +59,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x, positions, valid, inputs: LayerInputs, numerics: Numerics, config: ModelConfig):
         c, m = config, config.latent
-        h = rms_norm(x, self.norm, c.norm_eps)
+        h = rms_norm(x, self.norm, c.norm_eps, centred=c.centred_norms)
         if m.query_rank is None:
             q = linear(h, self.query)
         else:
