@@ -4,7 +4,7 @@ import dataclasses
 
 from trace_jax.config import check_range
 
-FAMILIES = ("tiny_moe",)
+FAMILIES = ("tiny_moe", "qwen3_moe")
 DTYPES = ("bfloat16", "float32", "float64")
 
 
