@@ -5,8 +5,8 @@ What a host holds besides the arrays is one block.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Maps
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,19 @@ from trace_jax.hf.table import Link, Mapping, put, take
 SHOWN = 5
 
 
-def check_tensors(folder: Folder, mapping: Mapping, ignored: Sequence[str] = ()) -> None:
+def check_tensors(folder: Folder, mapping: Mapping, ignored: Callable[[str], bool]) -> None:
     """Compares what a folder holds with what the model needs, before anything is read.
 
     Args:
         folder: the checkpoint.
         mapping: the model's table.
-        ignored: names that a checkpoint may have and the model does not use, as prefixes.
+        ignored: whether a checkpoint may have a tensor of this name, which the model does not use.
 
     Raises:
         CheckpointFormatError: missing or unknown tensors, a wrong shape or dtype; the message names them.
     """
     missing = [name for name in mapping.tensors if name not in folder.names]
-    unknown = sorted(
-        name for name in folder.names - mapping.tensors.keys() if not name.startswith(tuple(ignored))
-    )
+    unknown = sorted(name for name in folder.names - mapping.tensors.keys() if not ignored(name))
     if missing or unknown:
         parts = [
             f"{word} {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"

@@ -13,8 +13,8 @@ from trace_jax.models import ModelConfig
 class Family(NamedTuple):
     """How checkpoints of one `model_type` are read and written.
 
-    `model_config` and `hf_config` are inverses; `table` maps every parameter; `ignored` are the beginnings of names that
-    checkpoints may hold for nothing.
+    `model_config` and `hf_config` are inverses; `table` maps every parameter; `ignored` are the beginnings of the names
+    of tensors that a checkpoint may hold for nothing.
     """
 
     model_type: str
