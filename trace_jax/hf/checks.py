@@ -65,8 +65,8 @@ WEIGHT_ONLY = (
     (
         "row_exponent",
         _beyond_weight_only,
-        f"is above 2^{MAX_WEIGHT_ONLY_EXPONENT}, which weight-only kernels (GPUs without FP4) turn into infinity. Export "
-        "with native_fp4=true for GPUs that have FP4.",
+        f"is above 2^{MAX_WEIGHT_ONLY_EXPONENT}, which weight-only kernels (GPUs without FP4) turn into infinity. "
+        "Export with native_fp4=true for GPUs that have FP4.",
     ),
     (
         "scales",

@@ -78,9 +78,9 @@ def readme(
     scale = f"`{layout.input_scale}`"
     inverse = "as its inverse 2^-e" if layout.inverse else "as 2^e"
     activations = (
-        f"**Exported for BF16 activations** (weights only): there is no {scale}. Rollouts of the policy had FP4 inputs of\n"
-        "experts, so an engine's tokens are those of another, more precise model. For FP4 activations export again with\n"
-        "input scales."
+        f"**Exported for BF16 activations** (weights only): there is no {scale}. Rollouts of the policy had FP4\n"
+        "inputs of experts, so an engine's tokens are those of another, more precise model. For FP4 activations\n"
+        "export again with input scales."
     )
     if input_scales is not None:
         stated = ", ".join(f"`{site}` {value!r}" for site, value in sorted(input_scales.items()))
@@ -108,9 +108,9 @@ value. Engines take one number for all tokens of a module from the checkpoint, {
 Which number: for `{EXPERT_INPUT}` (gate and up projections) and `{DOWN_INPUT}` (down projection) the largest row scale
 of recorded or audited rollouts: the smallest power of two that is not below the largest activation / 2688. It has to be
 a power of two: an engine's block scales then differ from the rollout's by a power of two only, and the codes are the
-same, unless a block scale leaves E4M3's normal range: inputs above 2688 x scale are clipped, blocks whose largest value
-is below 6/64 x scale lose bits of their scale, and below 6/1024 x scale they become 0. All experts have the same number,
-since an engine takes the maximum over them or one for each.
+same (but for ties that its approximate reciprocals decide otherwise), unless a block scale leaves E4M3's normal range:
+inputs above 2688 x scale are clipped, blocks whose largest value is below 6/64 x scale lose bits of their scale, and
+below 6/1024 x scale they become 0. All experts of a layer have the same number, since some engines take one for all.
 
 **KV cache.** Rollouts here {kv}, one row scale per token and head. The export says nothing of
 the cache (no scheme, no `k_scale`, no `v_scale`): an engine keeps it in its own dtype, BF16 unless told otherwise. FP8
