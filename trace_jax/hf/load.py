@@ -97,7 +97,8 @@ def _load_part(
     whole = jnp.zeros([len(r) for r in wanted], dtype, device=device)
     for position, layer in enumerate(layers):
         block = read_block(folder, mapping, param, (layer,), rest)
-        whole = _set_layer(whole, jax.device_put(block, device), position)
+        # Waits, so that blocks do not queue up on the host when reading is faster than the device.
+        whole = jax.block_until_ready(_set_layer(whole, jax.device_put(block, device), position))
     return whole
 
 

@@ -116,6 +116,10 @@ below 6/1024 x scale they become 0. All experts of a layer have the same number,
 the cache (no scheme, no `k_scale`, no `v_scale`): an engine keeps it in its own dtype, BF16 unless told otherwise. FP8
 or NVFP4 caches of engines have static or per-tensor scales and are another rounding.
 
+**Readers that forget the matrix scale.** `transformers` (seen with 5.24) leaves `{layout.matrix_scale}` out where it
+fuses the experts of a layer into one array: its experts are right only after they are set to what the layout's own
+library decompresses.
+
 **Arithmetic.** Sums in another order and other attention kernels: log-probs differ by about what two BF16
 implementations differ by. Under tensor parallelism a device's part of the expert's width has to be a multiple of 16, or
 a block would be cut.
