@@ -15,7 +15,7 @@ from hydra.types import RunMode
 
 from trace_jax.alignment.summary import ReportError
 from trace_jax.config import ConfigError, from_mapping, to_mapping
-from trace_jax.data import DataError
+from trace_jax.data import DataError, TokenizerError
 from trace_jax.guidance import RecordError
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import MeshConfig
@@ -40,6 +40,7 @@ EXPECTED_ERRORS = (
     ReportError,
     RunFolderError,
     TaskError,
+    TokenizerError,
 )
 
 

@@ -7,8 +7,8 @@ import numpy as np
 
 Parameters = dict[tuple[str, ...], np.ndarray]
 
-# Parameters of one layer: the tensors of the file that lie side by side in each, and their shape, [out, in] as files have
-# it. D hidden, F MLP width, q and k the query and KV heads together, V vocabulary.
+# Parameters of one layer: the tensors of the file that lie side by side in each, and their shape, [out, in] as in the
+# file. D hidden, F MLP width, q and k the query and KV heads together, V vocabulary.
 _LAYER = {
     ("attention", "norm"): (("attn_norm",), "D"),
     ("attention", "query"): (("attn_q",), "qD"),
@@ -32,8 +32,8 @@ def read_llama(path: str | os.PathLike) -> tuple[dict[str, Any], Parameters]:
       path: a GGUF file of architecture `llama`.
 
     Returns:
-      Its `ModelConfig` fields, and FP32 arrays by path: `attention` (`norm` `[L, D]`, `query` `[L, D, q]`, `key`, `value`
-      `[L, D, k]`, `output` `[L, q, D]`), `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]` with the gate's columns
+      Its `ModelConfig` fields, and FP32 arrays by path: `attention` (`norm` `[L, D]`, `query` `[L, D, q]`, `key` and
+      `value` `[L, D, k]`, `output` `[L, q, D]`), `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]` with the gate's columns
       first, `down` `[L, F, D]`), `embedding` `[V, D]`, `final_norm` `[D]` and, unless the embedding is tied, `head`
       `[D, V]`. Queries and keys are in half-split order for RoPE; the file has the two halves interleaved.
 
@@ -78,7 +78,9 @@ def read_llama(path: str | os.PathLike) -> tuple[dict[str, Any], Parameters]:
     if not config["tied_embedding"]:
         parameters["head",] = np.ascontiguousarray(take("output.weight", "VD").T)
     if tensors:
-        raise GgufError(f"{path} has tensors that a Llama model has no place for: {', '.join(sorted(tensors))}")
+        raise GgufError(
+            f"{path} has tensors that a Llama model has no place for: {', '.join(sorted(tensors))}"
+        )
     return config, parameters
 
 
@@ -87,7 +89,9 @@ def _open(path: str | os.PathLike) -> tuple[Any, dict[str, Any]]:
     try:
         import gguf
     except ImportError as error:
-        raise GgufError(f"reading {path} needs the package gguf ({error}): pip install 'trace-jax[smollm2]'") from error
+        raise GgufError(
+            f"reading {path} needs the package gguf ({error}): pip install 'trace-jax[smollm2]'"
+        ) from error
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no GGUF file at {path}")
     try:
@@ -139,7 +143,9 @@ def _dequantize(path: str | os.PathLike, tensor: Any) -> np.ndarray:
     try:
         return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
     except NotImplementedError as error:
-        raise GgufError(f"tensor {tensor.name!r} of {path} has type {tensor.tensor_type.name}, which gguf cannot read") from error
+        raise GgufError(
+            f"tensor {tensor.name!r} of {path} has type {tensor.tensor_type.name}, which gguf cannot read"
+        ) from error
 
 
 def _half_split(weight: np.ndarray, heads: int) -> np.ndarray:

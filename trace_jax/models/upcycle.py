@@ -1,16 +1,17 @@
 """An MoE made of a dense model: at the start it computes what the dense model does, and it has something to learn.
 
 The MLP's F neurons are cut into `granularity` equal shards, and every shard has num_experts / granularity copies. The
-router gives all shards of one copy of the MLP the same column, so that the top k = granularity * t experts are t whole copies, and
-each of them has the same gate. (Virtual groups: He et al. 2024, arXiv 2410.07524. With granularity 1 this is the sparse
-upcycling of Komatsuzaki et al. 2022, arXiv 2212.05055.) Gates are a softmax over the chosen experts, so a token's gates sum
-to one, its output is a mean over t equal copies, divided by `granularity`; `down` is multiplied by it. That is exact for
-any router; in floating point sums only change their order (and a granularity that is no power of two rounds `down`).
+router has the same column for all shards of one copy of the MLP, so the top k = granularity * t experts are t whole
+copies, and the shards of a copy have the same gate ("virtual groups": He et al. 2024, arXiv 2410.07524; granularity 1
+is the sparse upcycling of Komatsuzaki et al. 2022, arXiv 2212.05055). Gates are a softmax over the chosen experts and sum
+to one: the output would be the MLP's divided by `granularity`, so `down` is multiplied by it. This is exact for any
+router; in floating point, sums change their order (and a granularity that is no power of two rounds `down`).
 
-What makes the experts differ from then on: shards hold different neurons, so gates have gradients from the first step;
-copies see different tokens. Shards are runs of neighbouring neurons, so that FP4 blocks of `down` are those of the dense
-model. Copies are equal at first, and it does not matter which of them a token takes: mismatch that comes of flipped
-routes shows only once they have moved apart. `noise` moves them from the start, at the price of the function.
+Why the experts come to differ: shards hold different neurons, so the router has gradients from the first step, and copies
+see different tokens. Shards are runs of neighbouring neurons: FP4 blocks of `down` are those of the dense model.
+
+Copies are equal at first, so it does not matter which of them a token takes, and routes that rollout and trainer choose
+differently cost nothing until training has moved the copies apart. `noise` does that at once, at the price of the function.
 """
 
 import dataclasses
@@ -79,7 +80,7 @@ def upcycle(dense: Parameters, config: UpcycleConfig) -> Parameters:
     width = neurons // shards
     if neurons % (shards * _BLOCK):
         raise ConfigError(
-            f"upcycle.granularity is {shards}, and the MLP has {neurons} neurons: a shard would have {neurons / shards:g}; "
+            f"upcycle.granularity is {shards}: a shard of the MLP's {neurons} neurons would have {neurons / shards:g}; "
             f"expected a multiple of the FP4 block, {_BLOCK}."
         )
     # [L, D, 2F] -> [L, shards, D, 2f]: a shard's gate columns, then its up columns.
