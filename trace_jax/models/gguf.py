@@ -33,9 +33,9 @@ def read_llama(path: str | os.PathLike) -> tuple[dict[str, Any], Parameters]:
 
     Returns:
       Its `ModelConfig` fields, and FP32 arrays by path: `attention` (`norm` `[L, D]`, `query` `[L, D, q]`, `key` and
-      `value` `[L, D, k]`, `output` `[L, q, D]`), `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]` with the gate's columns
-      first, `down` `[L, F, D]`), `embedding` `[V, D]`, `final_norm` `[D]` and, unless the embedding is tied, `head`
-      `[D, V]`. Queries and keys are in half-split order for RoPE; the file has the two halves interleaved.
+      `value` `[L, D, k]`, `output` `[L, q, D]`), `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]` with the gate's
+      columns first, `down` `[L, F, D]`), `embedding` `[V, D]`, `final_norm` `[D]` and, unless the embedding is tied,
+      `head` `[D, V]`. Queries and keys are in half-split order for RoPE; the file has the two halves interleaved.
 
     Raises:
       GgufError: not GGUF, truncated, another architecture, an entry or tensor that is missing, misshapen or has no

@@ -3,15 +3,15 @@
 The MLP's F neurons are cut into `granularity` equal shards, and every shard has num_experts / granularity copies. The
 router has the same column for all shards of one copy of the MLP, so the top k = granularity * t experts are t whole
 copies, and the shards of a copy have the same gate ("virtual groups": He et al. 2024, arXiv 2410.07524; granularity 1
-is the sparse upcycling of Komatsuzaki et al. 2022, arXiv 2212.05055). Gates are a softmax over the chosen experts and sum
-to one: the output would be the MLP's divided by `granularity`, so `down` is multiplied by it. This is exact for any
+is the sparse upcycling of Komatsuzaki et al. 2022, arXiv 2212.05055). Gates are a softmax over the chosen experts and
+sum to one: the output would be the MLP's divided by `granularity`, so `down` is multiplied by it. This is exact for any
 router; in floating point, sums change their order (and a granularity that is no power of two rounds `down`).
 
-Why the experts come to differ: shards hold different neurons, so the router has gradients from the first step, and copies
-see different tokens. Shards are runs of neighbouring neurons: FP4 blocks of `down` are those of the dense model.
+Why the experts come to differ: shards hold different neurons, so the router has gradients from the first step, and
+copies see different tokens. Shards are runs of neighbouring neurons: FP4 blocks of `down` are those of the dense model.
 
 Copies are equal at first, so it does not matter which of them a token takes, and routes that rollout and trainer choose
-differently cost nothing until training has moved the copies apart. `noise` does that at once, at the price of the function.
+differently cost nothing until training has moved the copies apart. `noise` does that at once, but moves the function.
 """
 
 import dataclasses

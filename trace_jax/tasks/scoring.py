@@ -21,9 +21,10 @@ _NUMBER = re.compile(
 
 
 class Scorer(NamedTuple):
-    """`score(completion, problem)` is a reward; `check(answer)` raises ValueError for an answer that is of no use to it.
+    """How answers are scored.
 
-    `check` is None where the answer is the scorer's own affair.
+    `score(completion, problem)` is a reward; `check(answer)` raises ValueError for an answer that is of no use to it, and
+    is None where the answer is the scorer's own affair.
     """
 
     score: Callable[[str, Problem], float]
