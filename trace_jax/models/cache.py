@@ -1,0 +1,38 @@
+"""What a model remembers of the tokens that it was fed, by kind of mixer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.formats import Fp4Format
+from kernels_pallas.kv_cache import init_cache as init_kv_cache
+from trace_jax.models.config import ModelConfig
+from trace_jax.parallel import constrain
+
+
+def init_cache(
+    config: ModelConfig, sequences: int, length: int, kv_format: Fp4Format | None
+) -> dict[str, Any]:
+    """An empty cache, each part stacked over the layers of its mixer.
+
+    Args:
+        sequences: B.
+        length: entries of a sequence.
+        kv_format: FP4 format of what is cached for each token; None for the compute dtype.
+    """
+    dtype, cache = jnp.dtype(config.dtype), {}
+    if layers := len(config.layers_of("attention")):
+        cache["attention"] = init_kv_cache(
+            sequences, length, config.num_kv_heads, config.head_dim, kv_format, layers=layers, dtype=dtype
+        )
+    return cache
+
+
+def lay_out(cache: dict[str, Any]) -> dict[str, Any]:
+    """Logical axes of a cache; row exponents lack the last one."""
+    axes = {"attention": ("layers", "batch", "length", "kv_heads", "head_dim")}
+    return {
+        mixer: jax.tree.map(lambda leaf, names=axes[mixer]: constrain(leaf, names[: leaf.ndim]), part)
+        for mixer, part in cache.items()
+    }
