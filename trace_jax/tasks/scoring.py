@@ -23,8 +23,8 @@ _NUMBER = re.compile(
 class Scorer(NamedTuple):
     """How answers are scored.
 
-    `score(completion, problem)` is a reward; `check(answer)` raises ValueError for an answer that is of no use to it, and
-    is None where the answer is the scorer's own affair.
+    `score(completion, problem)` is a reward; `check(answer)` raises ValueError for an answer that is of no use to it.
+    `check` is None where the answer is the scorer's own affair.
     """
 
     score: Callable[[str, Problem], float]
