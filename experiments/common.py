@@ -17,7 +17,7 @@ from trace_jax.alignment.summary import ReportError
 from trace_jax.config import ConfigError, from_mapping, to_mapping
 from trace_jax.data import DataError, TokenizerError
 from trace_jax.guidance import RecordError
-from trace_jax.models import ModelConfig
+from trace_jax.models import GgufError, ModelConfig
 from trace_jax.parallel import MeshConfig
 from trace_jax.quant import PlanError
 from trace_jax.rl import MethodConfig, NonFiniteError, OptimizerConfig, RLConfig
@@ -33,6 +33,7 @@ EXPECTED_ERRORS = (
     ConfigError,
     DataError,
     FileNotFoundError,
+    GgufError,
     MetricsError,
     NonFiniteError,
     PlanError,

@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from trace_jax.models.config import ModelConfig
+from trace_jax.models.rope import RopeConfig
+
 Parameters = dict[tuple[str, ...], np.ndarray]
 
 # Parameters of one layer: the tensors of the file that lie side by side in each, and their shape, [out, in] as in the
@@ -25,15 +28,15 @@ class GgufError(ValueError):
     """A GGUF file that cannot be used; the message names the file and the entry or tensor."""
 
 
-def read_llama(path: str | os.PathLike) -> tuple[dict[str, Any], Parameters]:
+def read_llama(path: str | os.PathLike) -> tuple[ModelConfig, Parameters]:
     """Reads a dense Llama model, dequantized.
 
     Args:
       path: a GGUF file of architecture `llama`.
 
     Returns:
-      Its `ModelConfig` fields, and FP32 arrays by path: `attention` (`norm` `[L, D]`, `query` `[L, D, q]`, `key` and
-      `value` `[L, D, k]`, `output` `[L, q, D]`), `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]` with the gate's
+      Its config, of family `llama`, and FP32 arrays by path: `attention` (`norm` `[L, D]`, `query` `[L, D, q]`, `key`
+      and `value` `[L, D, k]`, `output` `[L, q, D]`), `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]` with the gate's
       columns first, `down` `[L, F, D]`), `embedding` `[V, D]`, `final_norm` `[D]` and, unless the embedding is tied,
       `head` `[D, V]`. Queries and keys are in half-split order for RoPE; the file has the two halves interleaved.
 
@@ -44,13 +47,13 @@ def read_llama(path: str | os.PathLike) -> tuple[dict[str, Any], Parameters]:
     """
     entries, tensors = _open(path)
     config = _config(path, entries, tied="output.weight" not in tensors)
-    heads = {"attn_q": config["num_heads"], "attn_k": config["num_kv_heads"]}
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
     sizes = {
-        "V": config["vocab_size"],
-        "D": config["hidden_size"],
-        "F": config["dense_hidden_size"],
-        "q": config["num_heads"] * config["head_dim"],
-        "k": config["num_kv_heads"] * config["head_dim"],
+        "V": config.vocab_size,
+        "D": config.hidden_size,
+        "F": config.dense_hidden_size,
+        "q": config.num_heads * config.head_dim,
+        "k": config.num_kv_heads * config.head_dim,
     }
 
     def take(name: str, shape: str) -> np.ndarray:
@@ -70,12 +73,12 @@ def read_llama(path: str | os.PathLike) -> tuple[dict[str, Any], Parameters]:
         return np.concatenate([part.T for part in parts], axis=-1)
 
     parameters = {
-        key: np.stack([parameter(layer, names, shape) for layer in range(config["num_layers"])])
+        key: np.stack([parameter(layer, names, shape) for layer in range(config.num_layers)])
         for key, (names, shape) in _LAYER.items()
     }
     parameters["embedding",] = take("token_embd.weight", "VD")
     parameters["final_norm",] = take("output_norm.weight", "D")
-    if not config["tied_embedding"]:
+    if not config.tied_embedding:
         parameters["head",] = np.ascontiguousarray(take("output.weight", "VD").T)
     if tensors:
         raise GgufError(
@@ -108,7 +111,7 @@ def _open(path: str | os.PathLike) -> tuple[Any, dict[str, Any]]:
     return entry, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def _config(path: str | os.PathLike, entry: Any, tied: bool) -> dict[str, Any]:
+def _config(path: str | os.PathLike, entry: Any, tied: bool) -> ModelConfig:
     architecture = entry("general.architecture")
     if architecture != "llama":
         raise GgufError(f"{path} is of architecture {architecture!r}; expected 'llama'")
@@ -121,20 +124,27 @@ def _config(path: str | os.PathLike, entry: Any, tied: bool) -> dict[str, Any]:
         raise GgufError(f"{path} rotates {rotated} of a head's {head_dim} dimensions; expected all of them")
     if entry("llama.rope.scaling.type", "none") != "none":
         raise GgufError(f"{path} scales RoPE ({entry('llama.rope.scaling.type')}); expected no scaling")
-    return {
-        "family": "llama",
-        "vocab_size": entry("llama.vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": entry("llama.block_count"),
-        "num_heads": heads,
-        "num_kv_heads": entry("llama.attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "dense_hidden_size": entry("llama.feed_forward_length"),
-        # Stored as FP32, where 1e-5 is 9.99999975e-06: the shortest decimal of that FP32 number is what was meant.
-        "rope_theta": float(str(np.float32(entry("llama.rope.freq_base", 10_000.0)))),
-        "norm_eps": float(str(np.float32(entry("llama.attention.layer_norm_rms_epsilon")))),
-        "tied_embedding": tied,
-    }
+    layers = entry("llama.block_count")
+    return ModelConfig(
+        family="llama",
+        vocab_size=entry("llama.vocab_size"),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=entry("llama.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        dense_layers=layers,
+        dense_hidden_size=entry("llama.feed_forward_length"),
+        qk_norm="none",
+        rope=RopeConfig(theta=_decimal(entry("llama.rope.freq_base", 10_000.0))),
+        norm_eps=_decimal(entry("llama.attention.layer_norm_rms_epsilon")),
+        tied_embedding=tied,
+    )
+
+
+def _decimal(stored: float) -> float:
+    """What was meant by a number that is stored in FP32, where 1e-5 is 9.99999975e-06: its shortest decimal."""
+    return float(str(np.float32(stored)))
 
 
 def _dequantize(path: str | os.PathLike, tensor: Any) -> np.ndarray:

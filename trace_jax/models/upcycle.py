@@ -1,11 +1,11 @@
 """An MoE made of a dense model: at the start it computes what the dense model does, and it has something to learn.
 
-The MLP's F neurons are cut into `granularity` equal shards, and every shard has num_experts / granularity copies. The
-router has the same column for all shards of one copy of the MLP, so the top k = granularity * t experts are t whole
-copies, and the shards of a copy have the same gate ("virtual groups": He et al. 2024, arXiv 2410.07524; granularity 1
-is the sparse upcycling of Komatsuzaki et al. 2022, arXiv 2212.05055). Gates are a softmax over the chosen experts and
-sum to one: the output would be the MLP's divided by `granularity`, so `down` is multiplied by it. This is exact for any
-router; in floating point, sums change their order (and a granularity that is no power of two rounds `down`).
+The MLP's F neurons are cut into g equal shards, each of them an expert, and every shard has num_experts / g copies. The
+router has the same column for all shards of one copy of the MLP, so the top k = g * t experts are t whole copies, and
+the shards of a copy have the same gate ("virtual groups": He et al. 2024, arXiv 2410.07524; g = 1 is the sparse
+upcycling of Komatsuzaki et al. 2022, arXiv 2212.05055). Gates are a softmax over the chosen experts and sum to one: the
+output would be the MLP's divided by g, so `down` is multiplied by it. This is exact for any router; in floating point,
+sums change their order (and a g that is no power of two rounds `down`).
 
 Why the experts come to differ: shards hold different neurons, so the router has gradients from the first step, and
 copies see different tokens. Shards are runs of neighbouring neurons: FP4 blocks of `down` are those of the dense model.
@@ -19,71 +19,54 @@ import dataclasses
 import numpy as np
 
 from trace_jax.config import ConfigError, check_range
+from trace_jax.models.config import ModelConfig
 from trace_jax.models.gguf import Parameters
-
-_BLOCK = 32  # the larger FP4 block, MXFP4's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpcycleConfig:
-    """How experts are made of an MLP.
+    """What the sizes of the model do not say.
 
     Attributes:
-      num_experts: experts of every layer, a multiple of `granularity`.
-      experts_per_token: experts that a token takes, a multiple of `granularity`; as many as that cost what the MLP did.
-      granularity: shards that the MLP's neurons are cut into.
-      noise: standard deviation of what is added to every weight of an expert, as a share of that of the layer's matrix;
-        0 keeps the function.
+      noise: standard deviation of what is added to every weight of an expert, as a share of the standard deviation of
+        the layer's experts; 0 keeps the function.
       seed: of the router and the noise.
     """
 
-    num_experts: int = 16
-    experts_per_token: int = 4
-    granularity: int = 4
     noise: float = 0.0
     seed: int = 0
 
     def __post_init__(self):
-        check_range("upcycle", self, "num_experts", "granularity", at_least=1)
-        check_range("upcycle", self, "experts_per_token", at_least=1, below=self.num_experts + 1)
         check_range("upcycle", self, "noise", "seed", at_least=0)
-        for name in ("num_experts", "experts_per_token"):
-            if getattr(self, name) % self.granularity:
-                raise ConfigError(
-                    f"upcycle.{name} is {getattr(self, name)}; expected a multiple of granularity {self.granularity}: "
-                    "experts come in whole copies of the MLP."
-                )
-        if self.experts_per_token == 1:
-            raise ConfigError(
-                "upcycle.experts_per_token is 1; expected at least 2: the gate of a single expert is always 1, and its "
-                "router never learns."
-            )
 
 
-def upcycle(dense: Parameters, config: UpcycleConfig) -> Parameters:
+def upcycle(dense: Parameters, model: ModelConfig, config: UpcycleConfig) -> Parameters:
     """The MoE's parameters: those of the dense model with `moe` in the place of `dense`.
 
     Args:
       dense: parameters by path, with `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]`, `down` `[L, F, D]`).
-      config: what to make of them; E experts of f = F / granularity neurons.
+      model: the MoE; E experts of f neurons, k for each token. k = F / f costs what the MLP did.
+      config: noise and seed.
 
     Returns:
       The same arrays, not copied, but for `dense`, and `moe`: `norm` `[L, D]`, `router` `[L, D, E]`, `gate_up`
-      `[L, E, D, 2f]` and `down` `[L, E, f, D]`. Expert e is shard e mod granularity of copy e // granularity.
+      `[L, E, D, 2f]` and `down` `[L, E, f, D]`. With g = F / f, expert e is shard e mod g of copy e // g.
 
     Raises:
-      ConfigError: shards would be unequal or cut an FP4 block.
+      ConfigError: the MLP is no whole number of experts, E or k is no whole number of MLPs, k is 1, or the gates of k
+        experts do not sum to one.
     """
     gate_up, down = dense["dense", "gate_up"], dense["dense", "down"]
     layers, neurons, hidden = down.shape
-    shards, copies = config.granularity, config.num_experts // config.granularity
-    width = neurons // shards
-    if neurons % (shards * _BLOCK):
+    width = model.expert_hidden_size
+    if neurons % width:
         raise ConfigError(
-            f"upcycle.granularity is {shards}: a shard of the MLP's {neurons} neurons would have {neurons / shards:g}; "
-            f"expected a multiple of the FP4 block, {_BLOCK}."
+            f"model.expert_hidden_size is {width}; expected a divisor of {neurons}, the width of the MLP to upcycle."
         )
-    # [L, D, 2F] -> [L, shards, D, 2f]: a shard's gate columns, then its up columns.
+    shards = neurons // width
+    _check_experts(model, shards)
+    copies = model.num_experts // shards
+    # [L, D, 2F] -> [L, g, D, 2f]: a shard's gate columns, then its up columns.
     gate_up = gate_up.reshape(layers, hidden, 2, shards, width).transpose(0, 3, 1, 2, 4)
     gate_up = gate_up.reshape(layers, shards, hidden, 2 * width)
     down = down.reshape(layers, shards, width, hidden) * np.float32(shards)
@@ -97,6 +80,24 @@ def upcycle(dense: Parameters, config: UpcycleConfig) -> Parameters:
         ("moe", "down"): _noisy(np.tile(down, (1, copies, 1, 1)), config.noise, rng),
     }
     return {path: array for path, array in dense.items() if path[0] != "dense"} | moe
+
+
+def _check_experts(model: ModelConfig, shards: int) -> None:
+    for name in ("num_experts", "experts_per_token"):
+        if getattr(model, name) % shards:
+            raise ConfigError(
+                f"model.{name} is {getattr(model, name)}; expected a multiple of {shards}, the experts of "
+                f"{model.expert_hidden_size} neurons that make up one MLP."
+            )
+    if model.experts_per_token == 1:
+        raise ConfigError(
+            "model.experts_per_token is 1; expected at least 2: the gate of a single expert is always 1, so its router "
+            "would never learn."
+        )
+    if not model.router.normalize or model.router.scale != 1 or model.router.scores != "softmax":
+        raise ConfigError(
+            f"model.router is {model.router}; expected a softmax over the chosen experts, whose gates sum to one."
+        )
 
 
 def _noisy(experts: np.ndarray, noise: float, rng: np.random.Generator) -> np.ndarray:

@@ -5,72 +5,37 @@ import sys
 import numpy as np
 import pytest
 
+from tests.trace_jax.models import gguf_files
+from tests.trace_jax.models.gguf_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, VOCAB, write
+from trace_jax.models import ModelConfig
 from trace_jax.models.gguf import GgufError, read_llama
+from trace_jax.models.rope import RopeConfig
 
 gguf = pytest.importorskip("gguf")
-
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 2, 64, 4, 2, 16, 96, 10
-SHAPES = {
-    "attn_norm": (HIDDEN,),
-    "attn_q": (HEADS * HEAD_DIM, HIDDEN),
-    "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "attn_output": (HIDDEN, HEADS * HEAD_DIM),
-    "ffn_norm": (HIDDEN,),
-    "ffn_gate": (MLP, HIDDEN),
-    "ffn_up": (MLP, HIDDEN),
-    "ffn_down": (HIDDEN, MLP),
-}
 
 
 @pytest.fixture
 def tensors(rng):
-    shapes = {f"blk.{n}.{name}.weight": shape for n in range(LAYERS) for name, shape in SHAPES.items()}
-    shapes |= {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def write(path, tensors, architecture="llama", types=(), **entries):
-    writer = gguf.GGUFWriter(path, architecture)
-    numbers = {
-        "vocab_size": VOCAB,
-        "embedding_length": HIDDEN,
-        "block_count": LAYERS,
-        "feed_forward_length": MLP,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-    }
-    for name, value in (numbers | entries).items():
-        if value is not None:
-            writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.rope.freq_base", 1e5)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    for name, tensor in tensors.items():
-        kind = dict(types).get(name)
-        data = tensor if kind is None else gguf.quants.quantize(tensor, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return gguf_files.random_tensors(rng)
 
 
 def test_layout(tmp_path, tensors):
     config, parameters = read_llama(write(tmp_path / "m.gguf", tensors))
-    assert config == {
-        "family": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_layers": LAYERS,
-        "num_heads": HEADS,
-        "num_kv_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "dense_hidden_size": MLP,
-        "rope_theta": 1e5,
-        "norm_eps": 1e-5,
-        "tied_embedding": True,
-    }
+    assert config == ModelConfig(
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dense_layers=LAYERS,
+        dense_hidden_size=MLP,
+        rope=RopeConfig(theta=1e5),
+        norm_eps=1e-5,
+        qk_norm="none",
+        tied_embedding=True,
+    )
     assert all(array.dtype == np.float32 for array in parameters.values())
 
     def layer(n, name):
@@ -101,7 +66,7 @@ def test_layout(tmp_path, tensors):
 def test_a_head_of_its_own(tmp_path, tensors):
     tensors["output.weight"] = tensors["token_embd.weight"] + 1
     config, parameters = read_llama(write(tmp_path / "m.gguf", tensors))
-    assert not config["tied_embedding"]
+    assert not config.tied_embedding
     np.testing.assert_array_equal(parameters["head",], tensors["output.weight"].T)
 
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from trace_jax.config import ConfigError
+from trace_jax.models import ModelConfig
+from trace_jax.models.router import RouterConfig
 from trace_jax.models.upcycle import UpcycleConfig, upcycle
 
 LAYERS, HIDDEN, MLP = 2, 32, 128
@@ -19,6 +21,11 @@ def dense(rng):
         ("embedding",): (5, HIDDEN),
     }
     return {path: rng.standard_normal(shape).astype(np.float32) for path, shape in shapes.items()}
+
+
+def sizes(experts=16, k=4, granularity=4, **others):
+    others = {"hidden_size": HIDDEN, "num_layers": LAYERS, "expert_hidden_size": MLP // granularity} | others
+    return ModelConfig(family="llama_moe", num_experts=experts, experts_per_token=k, **others)
 
 
 def mlp(x, gate_up, down):
@@ -48,7 +55,7 @@ def moe_layer(x, moe, layer, k):
     [(16, 4, 4), (8, 2, 2), (8, 2, 1), (8, 4, 2), (4, 4, 4), (12, 8, 4), (6, 3, 1)],
 )
 def test_the_function_is_kept(dense, rng, experts, k, granularity):
-    moe = upcycle(dense, UpcycleConfig(num_experts=experts, experts_per_token=k, granularity=granularity))
+    moe = upcycle(dense, sizes(experts, k, granularity), UpcycleConfig())
     width = MLP // granularity
     assert moe["moe", "gate_up"].shape == (LAYERS, experts, HIDDEN, 2 * width)
     assert moe["moe", "down"].shape == (LAYERS, experts, width, HIDDEN)
@@ -61,7 +68,7 @@ def test_the_function_is_kept(dense, rng, experts, k, granularity):
 
 
 def test_tokens_take_whole_copies_and_not_all_the_same(dense, rng):
-    moe = upcycle(dense, UpcycleConfig(num_experts=16, experts_per_token=8, granularity=4))
+    moe = upcycle(dense, sizes(16, 8, 4), UpcycleConfig())
     experts, _ = experts_of(rng.standard_normal((200, HIDDEN)), moe, 0, 8)
     assert (np.sort(experts % 4, axis=-1) == np.repeat(np.arange(4), 2)).all()  # every shard, twice
     copies = np.sort(experts // 4, axis=-1)
@@ -70,7 +77,7 @@ def test_tokens_take_whole_copies_and_not_all_the_same(dense, rng):
 
 
 def test_the_rest_is_passed_on(dense):
-    moe = upcycle(dense, UpcycleConfig())
+    moe = upcycle(dense, sizes(), UpcycleConfig())
     assert set(moe) == {("embedding",), ("attention", "norm")} | {
         ("moe", name) for name in ("norm", "router", "gate_up", "down")
     }
@@ -81,7 +88,7 @@ def test_the_rest_is_passed_on(dense):
 
 def test_noise_makes_every_expert_its_own(dense):
     exact, noisy, again, other = (
-        upcycle(dense, UpcycleConfig(noise=noise, seed=seed))
+        upcycle(dense, sizes(), UpcycleConfig(noise=noise, seed=seed))
         for noise, seed in ((0.0, 0), (0.1, 0), (0.1, 0), (0.1, 1))
     )
     for name in ("gate_up", "down"):
@@ -96,28 +103,20 @@ def test_noise_makes_every_expert_its_own(dense):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "message"),
     [
-        ({"num_experts": 6}, "upcycle.num_experts is 6; expected a multiple of granularity 4"),
-        ({"experts_per_token": 6}, "upcycle.experts_per_token is 6; expected a multiple of granularity 4"),
-        ({"experts_per_token": 32}, "upcycle.experts_per_token is 32; .* below 17"),
-        ({"granularity": 0}, "upcycle.granularity is 0"),
-        (
-            {"granularity": 1, "experts_per_token": 1},
-            "expected at least 2: the gate of a single expert is always 1",
-        ),
-        ({"noise": -0.1}, "upcycle.noise is -0.1"),
+        (sizes(experts=6), "model.num_experts is 6; expected a multiple of 4, the experts of 32 neurons"),
+        (sizes(k=6), "model.experts_per_token is 6; expected a multiple of 4"),
+        (sizes(k=1, granularity=1), "expected at least 2: the gate of a single expert is always 1"),
+        (sizes(expert_hidden_size=48), "model.expert_hidden_size is 48; expected a divisor of 128"),
+        (sizes(router=RouterConfig(normalize=False)), "expected a softmax over the chosen experts"),
     ],
 )
-def test_config_refuses(options, message):
+def test_sizes_that_cannot_keep_the_function(dense, model, message):
     with pytest.raises(ConfigError, match=message):
-        UpcycleConfig(**options)
+        upcycle(dense, model, UpcycleConfig())
 
 
-@pytest.mark.parametrize(("granularity", "width"), [(8, "16"), (3, "42.6667")])
-def test_shards_keep_blocks_whole(dense, granularity, width):
-    config = UpcycleConfig(num_experts=granularity, experts_per_token=granularity, granularity=granularity)
-    with pytest.raises(
-        ConfigError, match=f"a shard of the MLP's 128 neurons would have {width}; expected a multiple"
-    ):
-        upcycle(dense, config)
+def test_noise_is_not_negative():
+    with pytest.raises(ConfigError, match=r"upcycle\.noise is -0\.1"):
+        UpcycleConfig(noise=-0.1)
