@@ -17,6 +17,7 @@ from trace_jax.alignment.summary import ReportError
 from trace_jax.config import ConfigError, from_mapping, to_mapping
 from trace_jax.data import DataError, TokenizerError
 from trace_jax.guidance import RecordError
+from trace_jax.hf import CheckpointFormatError
 from trace_jax.models import GgufError, ModelConfig
 from trace_jax.parallel import MeshConfig
 from trace_jax.quant import PlanError
@@ -30,6 +31,7 @@ CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
 # Errors whose message says all there is to say. Anything else is a bug and keeps its traceback.
 EXPECTED_ERRORS = (
     CheckpointError,
+    CheckpointFormatError,
     ConfigError,
     DataError,
     FileNotFoundError,

@@ -31,6 +31,7 @@ HYDRA = {
     "compare": ("experiments.compare", "CompareConfig"),
     "evaluate": ("experiments.evaluate", "EvaluateConfig"),
     "ageing": ("experiments.ageing", "AgeingConfig"),
+    "export_hf": ("experiments.export_hf", "ExportConfig"),
 }
 
 

@@ -15,6 +15,7 @@ ALLOWED = {
     "guidance": set(),
     "quant": {"guidance", "parallel"},
     "models": {"quant", "guidance", "parallel"},
+    "hf": {"models", "quant", "parallel"},  # reads and writes models; nothing below the scripts needs it
     "rollout": {"models", "quant", "guidance", "parallel"},
     "rl": {"rollout", "models", "quant", "guidance", "parallel", "alignment", "tasks", "data", "runs"},
     "alignment": {"guidance", "quant"},  # reads records and quant

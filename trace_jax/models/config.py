@@ -74,6 +74,10 @@ class LatentConfig:
             f.name for f in dataclasses.fields(self) if f.name != "query_rank" or self.query_rank is not None
         ]
         check_range("model.latent", self, *sizes, at_least=1)
+        if self.rope_dim % 2:
+            raise ConfigError(
+                f"model.latent.rope_dim is {self.rope_dim}; RoPE rotates pairs: expected an even size."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim is {self.head_dim}; RoPE rotates pairs, so it must be even.")
+        if self.expert_bias != (self.activation == "clamped_swiglu"):
+            raise ValueError(
+                f"model.activation is {self.activation!r} with expert_bias={self.expert_bias}; expected biases exactly "
+                "with 'clamped_swiglu', as gpt-oss has them."
+            )
         self._check_layers()
         self.router.check(self.num_experts, self.experts_per_token)
 

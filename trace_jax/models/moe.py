@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from trace_jax.models.activations import clamped_swiglu, expert_bias
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.dispatch import expert_matmul, make_dispatch
 from trace_jax.models.layers import LayerInputs, linear, norm_gain, param, rms_norm, swiglu, wide
@@ -58,11 +59,12 @@ class MoE(nnx.Module):
         gate_up = numerics.expert_weight("gate_up", self.gate_up.get_value(), inputs.weight_guides, c.dtype)
         down = numerics.expert_weight("down", self.down.get_value(), inputs.weight_guides, c.dtype)
 
-        fused = "swiglu" if c.activation == "swiglu" and not c.expert_bias else None
+        fused = "swiglu" if c.activation == "swiglu" else None
         act = expert_matmul(_flatten_tokens(rows, tokens), gate_up, dispatch, k, activation=fused)
         act = act.reshape(batch, length, k, -1)
         if fused is None:
-            act = self._activate(self._biased(act, "gate_up_bias", experts, x.dtype), c)
+            act = self._biased(act, "gate_up_bias", experts, x.dtype)
+            act = clamped_swiglu(act, alpha=c.activation_alpha, limit=c.activation_limit)
         act, captured[DOWN_INPUT] = numerics.activation(DOWN_INPUT, act.astype(x.dtype), inputs.guides)
         y = expert_matmul(_flatten_tokens(act, tokens), down, dispatch, k).reshape(batch, length, k, -1)
         y = self._biased(y, "down_bias", experts, x.dtype)
@@ -89,15 +91,7 @@ class MoE(nnx.Module):
         """Adds each (token, route slot) row its expert's bias, where the family has them."""
         if not hasattr(self, name):
             return y
-        return y + cast_weight(getattr(self, name)[...], dtype).astype(y.dtype)[experts]
-
-    def _activate(self, gate_up, c: ModelConfig):
-        if c.activation == "swiglu":
-            return swiglu(gate_up)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        gate = jnp.minimum(gate, c.activation_limit)
-        up = jnp.clip(up, -c.activation_limit, c.activation_limit)
-        return (up + 1) * gate * jax.nn.sigmoid(c.activation_alpha * gate)
+        return y + expert_bias(cast_weight(getattr(self, name)[...], dtype).astype(y.dtype), experts)
 
     def _shared(self, h, c: ModelConfig):
         """The shared expert's part of the sum, in FP32."""

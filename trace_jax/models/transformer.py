@@ -13,13 +13,15 @@ from kernels_pallas.matmul import matmul
 from kernels_pallas.tiled import TiledFp4Array
 from trace_jax.models.attention import Attention
 from trace_jax.models.config import Layer, ModelConfig
+from trace_jax.models.delta import DeltaNet
 from trace_jax.models.dense import Dense
+from trace_jax.models.latent import LatentAttention
 from trace_jax.models.layers import LayerInputs, norm_gain, param, rms_norm
 from trace_jax.models.moe import MoE
 from trace_jax.parallel import constrain
 from trace_jax.quant import Numerics, cast_weight
 
-STACKS = {"attention": Attention, "moe": MoE, "dense": Dense}
+STACKS = {"attention": Attention, "delta": DeltaNet, "latent": LatentAttention, "moe": MoE, "dense": Dense}
 """Sub-layers by name; the parameters of each are stacked over the layers that have it."""
 
 

@@ -11,7 +11,13 @@ from trace_jax.quant.numerics import (
     guides_of,
 )
 from trace_jax.quant.plan import DOWN_INPUT, EXPERT_INPUT, KEY, SITES, VALUE, PlanError, QuantPlan
-from trace_jax.quant.weights import arranged_for_kernels, expert_guides, quantize_weight, rollout_weights
+from trace_jax.quant.weights import (
+    arranged_for_kernels,
+    expert_guides,
+    is_expert_weight,
+    quantize_weight,
+    rollout_weights,
+)
 
 __all__ = [
     "DOWN_INPUT",
@@ -31,6 +37,7 @@ __all__ = [
     "cast_weight",
     "expert_guides",
     "guides_of",
+    "is_expert_weight",
     "quantize_weight",
     "rollout_weights",
     "straight_through",

@@ -6,6 +6,7 @@ from flax import nnx
 
 from tests.trace_jax import small
 from trace_jax.models import ModelConfig, Transformer, abstract, logical_axes, parameter_count
+from trace_jax.models.config import Layer
 from trace_jax.models.transformer import layer_runs
 from trace_jax.parallel import LOGICAL_AXES
 
@@ -58,7 +59,8 @@ def test_every_parameter_names_its_axes():
 )
 def test_layer_runs(layers, guided, expected):
     """Whatever the split, every layer is in one run and is what its place in the period says."""
-    runs = layer_runs(tuple(layers), guided)
+    layers = tuple(Layer(mixer, None, "moe") for mixer in layers)
+    runs = layer_runs(layers, guided)
     covered = [
         (run.start + r * run.period + i, layers[run.start + i], run.guided)
         for run in runs

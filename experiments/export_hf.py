@@ -1,0 +1,104 @@
+"""Write a run's policy, or another checkpoint, as a Hugging Face folder.
+
+    python -m experiments.export_hf run=runs/demo/qat_0 format=compressed-tensors out=runs/export
+
+Formats: `bf16`; `compressed-tensors` and `modelopt` are NVFP4 for serving engines, with the codes of the rollouts. The
+README in the folder of an NVFP4 export says what the engine does otherwise.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import hydra
+import jax
+from flax import nnx
+from omegaconf import DictConfig
+
+from experiments.common import CONFIGS, script
+from trace_jax.config import ConfigError, from_mapping
+from trace_jax.hf import LAYOUTS, export_bf16, export_nvfp4, load_model
+from trace_jax.models import ModelConfig
+from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, QuantPlan, rollout_weights
+from trace_jax.rl import MethodConfig
+from trace_jax.rl.run import load_params, with_vocabulary
+from trace_jax.runs import RunFolder
+from trace_jax.tasks import TaskConfig
+
+FORMATS = ("bf16", *sorted(LAYOUTS))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What to export, and how.
+
+    Either `run`, a run's or warm start's folder (`step` None is its latest checkpoint), or `checkpoint`, a BF16 Hugging
+    Face folder. The input scales, both or none, are for engines that quantize activations; see `export_nvfp4`.
+    """
+
+    out: str
+    format: str
+    run: str | None = None
+    step: int | None = None
+    checkpoint: str | None = None
+    expert_input_scale: float | None = None
+    down_input_scale: float | None = None
+    native_fp4: bool = False
+
+    def __post_init__(self):
+        if self.format not in FORMATS:
+            raise ConfigError(f"format is {self.format!r}; expected one of {FORMATS}.")
+        if (self.run is None) == (self.checkpoint is None):
+            raise ConfigError(
+                f"run is {self.run!r} and checkpoint is {self.checkpoint!r}; expected exactly one of them."
+            )
+        scales = (self.expert_input_scale, self.down_input_scale)
+        if (scales[0] is None) != (scales[1] is None):
+            raise ConfigError(f"expert_input_scale and down_input_scale are {scales}; expected both or none.")
+        if self.format == "bf16" and (self.native_fp4 or scales[0] is not None):
+            raise ConfigError("input scales and native_fp4 are for NVFP4 exports; the format is 'bf16'.")
+
+    @property
+    def input_scales(self) -> dict[str, float] | None:
+        if self.expert_input_scale is None:
+            return None
+        return {EXPERT_INPUT: self.expert_input_scale, DOWN_INPUT: self.down_input_scale}
+
+
+def read_masters(export: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPlan]:
+    """Model, masters, and the plan of its rollouts (the default one where there were none in FP4)."""
+    if export.checkpoint is not None:
+        loaded = load_model(export.checkpoint)
+        return loaded.config, loaded.params, QuantPlan()
+    stored = RunFolder(Path(export.run)).config()
+    model, task = from_mapping(ModelConfig, stored["model"]), from_mapping(TaskConfig, stored["task"])
+    model = with_vocabulary(model, task)
+    plan = None
+    if "method" in stored:
+        plan = from_mapping(MethodConfig, stored["method"]).rollout_plan()
+    return model, load_params(export.run, model, export.step), plan or QuantPlan()
+
+
+@hydra.main(config_path=CONFIGS, config_name="export_hf", version_base="1.3")
+@script
+def main(config: DictConfig) -> None:
+    export = from_mapping(ExportConfig, config)
+    model, masters, plan = read_masters(export)
+    if export.format == "bf16":
+        export_bf16(masters, model, export.out, source=export.checkpoint)
+    else:
+        rollout = jax.jit(rollout_weights, static_argnums=(1, 2))(masters, plan, "bfloat16")
+        export_nvfp4(
+            rollout,
+            model,
+            plan,
+            LAYOUTS[export.format],
+            export.out,
+            input_scales=export.input_scales,
+            native_fp4=export.native_fp4,
+            source=export.checkpoint,
+        )
+    print(f"Written to {export.out}/")
+
+
+if __name__ == "__main__":
+    main()

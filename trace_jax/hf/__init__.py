@@ -1,0 +1,26 @@
+"""Hugging Face folders: one table per family, for import and export, and NVFP4 exports for serving engines."""
+
+from trace_jax.hf.export import export_bf16, export_nvfp4
+from trace_jax.hf.families import Family, family_of, read_config, write_config
+from trace_jax.hf.folder import CheckpointFormatError
+from trace_jax.hf.importing import Imported, Quantized, load_model, load_quantized, read_model_config
+from trace_jax.hf.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, Layout
+
+__all__ = [
+    "COMPRESSED_TENSORS",
+    "LAYOUTS",
+    "MODELOPT",
+    "CheckpointFormatError",
+    "Family",
+    "Imported",
+    "Layout",
+    "Quantized",
+    "export_bf16",
+    "export_nvfp4",
+    "family_of",
+    "load_model",
+    "load_quantized",
+    "read_config",
+    "read_model_config",
+    "write_config",
+]

@@ -1,0 +1,96 @@
+"""How a checkpoint's file holds the values of a tensor: as they are, or packed in the way of an FP4 format."""
+
+import dataclasses
+
+import numpy as np
+from ml_dtypes import float8_e4m3fn
+
+from kernels_pallas.formats import ROW_EXPONENT_BIAS
+
+Shape = tuple[int, ...]
+
+
+class CodecError(ValueError):
+    """Stored values that have no counterpart here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """Values as they are: any floating dtype up to FP32.
+
+    `dtypes` are those that a file may have. The other codecs redefine all three methods.
+    """
+
+    dtypes: tuple[str, ...] = ("BF16", "F16", "F32")
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Shape in the file of a tensor of `shape`."""
+        return shape
+
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        return stored
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Words(Codec):
+    """uint32 words of 8 codes, held as bytes of 2 codes, low nibble first."""
+
+    dtypes: tuple[str, ...] = ("U8",)
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        return (*shape[:-1], shape[-1] * 4)
+
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(stored).view("<u4")
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x).view(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class E4M3Bytes(Codec):
+    """Scale bytes, held as E4M3 numbers."""
+
+    dtypes: tuple[str, ...] = ("F8_E4M3",)
+
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        return stored.view(np.uint8)
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x).view(float8_e4m3fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowScale(Codec):
+    """A row exponent's byte, held as the FP32 number 2^(byte - 127), or its inverse.
+
+    Both are exact. `ndim` is 1 for a format that keeps a scale in an array of one element.
+    """
+
+    dtypes: tuple[str, ...] = ("F32",)
+    inverse: bool = False
+    ndim: int = 0
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        return (1,) * self.ndim
+
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        mantissa, exponent = np.frexp(stored.reshape(()))
+        if mantissa != 0.5:
+            raise CodecError(
+                f"a matrix scale of {float(stored.reshape(()))!r}; expected a power of two, as rollouts use. "
+                "The checkpoint was quantized under other rules: import its BF16 original and quantize that."
+            )
+        exponent = exponent - 1
+        return np.asarray((-exponent if self.inverse else exponent) + ROW_EXPONENT_BIAS, np.uint8)
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        exponent = x.astype(np.int32) - ROW_EXPONENT_BIAS
+        scale = np.ldexp(np.float32(1), -exponent if self.inverse else exponent)
+        return np.asarray(scale, np.float32).reshape((1,) * self.ndim)
+
+
+PLAIN = Codec()

@@ -1,0 +1,173 @@
+"""A model of this project as a Hugging Face folder: BF16, or NVFP4 experts for serving engines."""
+
+import json
+import shutil
+from collections.abc import Mapping as Maps
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from kernels_pallas.arrays import Fp4Array
+from trace_jax.hf.checks import check_finite, check_input_scales, check_packed
+from trace_jax.hf.codecs import PLAIN
+from trace_jax.hf.families import family_of, write_config
+from trace_jax.hf.folder import CheckpointFormatError, read_json
+from trace_jax.hf.layouts import Layout, packed_links
+from trace_jax.hf.model import by_path, layers_of, mapping_of
+from trace_jax.hf.quantization import modelopt_file, quantization_config, readme
+from trace_jax.hf.save import MAX_FILE_BYTES, copied_files, new_folder, save_tensors
+from trace_jax.hf.table import Mapping
+from trace_jax.models import ModelConfig
+from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, QuantPlan
+
+
+def export_bf16(
+    params: nnx.State,
+    config: ModelConfig,
+    out: str | Path,
+    *,
+    source: str | Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes the model as its family's folder, rounded to BF16.
+
+    Args:
+        params: masters, or BF16 parameters.
+        config: the model.
+        out: a folder that does not exist, or is empty.
+        source: folder that the model came from: its `config.json` is kept where it says the same, and its tokenizer.
+        max_file_bytes: larger models have several files and an index.
+
+    Raises:
+        CheckpointFormatError: a family without such a layout, values that BF16 cannot hold, or an unusable `out`.
+    """
+    mapping, values = mapping_of(config), by_path(params)
+    check_finite(mapping, values)
+    with new_folder(out) as folder:
+        save_tensors(folder, mapping, values, {}, max_file_bytes)
+        _write_files(folder, _config(config, source), source)
+
+
+def export_nvfp4(
+    rollout: nnx.State,
+    config: ModelConfig,
+    plan: QuantPlan,
+    layout: Layout,
+    out: str | Path,
+    *,
+    input_scales: Maps[str, float] | None = None,
+    native_fp4: bool = False,
+    source: str | Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes what a rollout holds (`quant.rollout_weights`): its FP4 codes and scales, and the rest in BF16.
+
+    Args:
+        rollout: parameters of the rollout.
+        config: the model.
+        plan: that the rollout was quantized by.
+        layout: of the target engines.
+        out: a folder that does not exist, or is empty.
+        input_scales: of the sites `expert_input` and `down_input`, powers of two; engines take one number for all
+            tokens. None exports weights only, with BF16 activations.
+        native_fp4: the target's hardware multiplies FP4; lifts the limits of weight-only kernels.
+        source: folder that the model came from.
+        max_file_bytes: larger models have several files and an index.
+
+    Raises:
+        CheckpointFormatError: another format than NVFP4, a family that has no such layout, or values that a reader
+            would decode to others; the message names them.
+    """
+    if plan.format != "nvfp4" or not plan.experts:
+        raise CheckpointFormatError(
+            f"the plan quantizes experts={plan.experts} to {plan.format}; expected NVFP4 experts for {layout.name}."
+        )
+    if input_scales is not None and set(input_scales) != {EXPERT_INPUT, DOWN_INPUT}:
+        raise CheckpointFormatError(
+            f"input scales are given for {sorted(input_scales)}; expected both of {EXPERT_INPUT} and {DOWN_INPUT}."
+        )
+    check_input_scales(input_scales)
+    by_name = by_path(rollout)
+    packed = {param: value for param, value in by_name.items() if isinstance(value, Fp4Array)}
+    mapping = packed_mapping(config, frozenset(packed), layout)
+    values = flat_arrays(by_name)
+    check_finite(mapping, values)
+    for param, value in packed.items():
+        check_packed(mapping, param, value, native_fp4=native_fp4)
+    quantization = quantization_config(layout, ignored_modules(mapping), input_scales)
+    with new_folder(out) as folder:
+        extra = _input_scale_tensors(mapping, layout, input_scales)
+        save_tensors(folder, mapping, values, extra, max_file_bytes)
+        _write_files(folder, {**_config(config, source), "quantization_config": quantization}, source)
+        if layout.name == "modelopt":
+            _write_json(folder / "hf_quant_config.json", modelopt_file(quantization))
+        (folder / "README.md").write_text(readme(layout, plan, config, input_scales, native_fp4=native_fp4))
+
+
+def flat_arrays(values: Maps[str, Any]) -> dict[str, jax.Array]:
+    """Parameters by dotted path, those in FP4 as their three arrays."""
+    found = {}
+    for param, value in values.items():
+        if isinstance(value, Fp4Array):
+            found |= {f"{param}.{leaf}": getattr(value, leaf) for leaf in ("words", "scales", "row_exponent")}
+        else:
+            found[param] = value
+    return found
+
+
+def packed_mapping(config: ModelConfig, packed: frozenset[str], layout: Layout) -> Mapping:
+    """The table of a model whose parameters `packed` are in NVFP4."""
+    plain = mapping_of(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param, shape in plain.shapes.items():
+        if param not in packed:
+            shapes[param] = shape
+            continue
+        *lead, k, n = shape
+        shapes |= {f"{param}.words": (*lead, k // 8, n), f"{param}.scales": (*lead, k // 16, n)}
+        shapes[f"{param}.row_exponent"] = tuple(lead)
+    return Mapping(packed_links(family_of(config).table(config), packed, layout), shapes, layers_of(config))
+
+
+def ignored_modules(mapping: Mapping) -> list[str]:
+    """Linear modules that stay BF16: all whose matrix is not packed."""
+    return [
+        name.removesuffix(".weight")
+        for name, tensor in mapping.tensors.items()
+        if tensor.codec == PLAIN
+        and name.endswith(".weight")
+        and len(tensor.shape) == 2
+        and tensor.uses[0].link.param != "embedding"
+    ]
+
+
+def _input_scale_tensors(
+    mapping: Mapping, layout: Layout, input_scales: Maps[str, float] | None
+) -> dict[str, np.ndarray]:
+    if input_scales is None:
+        return {}
+    found = {}
+    for name, tensor in mapping.tensors.items():
+        param, _, leaf = tensor.uses[0].link.param.rpartition(".")
+        if tensor.codec != PLAIN and leaf == "row_exponent":
+            scale = input_scales[DOWN_INPUT if param.endswith("down") else EXPERT_INPUT]
+            value = np.float32(1 / scale if layout.inverse else scale)
+            found[f"{name.rpartition('.')[0]}.{layout.input_scale}"] = np.full((1,) * layout.ndim, value)
+    return found
+
+
+def _config(config: ModelConfig, source: str | Path | None) -> dict[str, Any]:
+    return write_config(config, None if source is None else read_json(Path(source) / "config.json"))
+
+
+def _write_files(folder: Path, hf_config: dict[str, Any], source: str | Path | None) -> None:
+    _write_json(folder / "config.json", hf_config)
+    for file in copied_files(None if source is None else Path(source)):
+        shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(path: Path, content: Maps[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

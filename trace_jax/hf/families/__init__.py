@@ -1,0 +1,87 @@
+"""One file per family: its `config.json` both ways, and its table of tensors."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from trace_jax.hf.config import HfConfig
+from trace_jax.hf.families import qwen3_moe
+from trace_jax.hf.folder import CheckpointFormatError
+from trace_jax.hf.table import Link
+from trace_jax.models import ModelConfig
+
+
+class Family(NamedTuple):
+    """How checkpoints of one `model_type` are read and written.
+
+    `model_config` and `hf_config` are inverses; `table` maps every parameter; `ignored` are the beginnings of the names
+    of tensors that a checkpoint may hold for nothing.
+    """
+
+    model_type: str
+    architecture: str
+    model_config: Callable[[HfConfig], ModelConfig]
+    hf_config: Callable[[ModelConfig], dict[str, Any]]
+    table: Callable[[ModelConfig], list[Link]]
+    ignored: tuple[str, ...]
+
+
+def _family(module: Any) -> Family:
+    return Family(
+        model_type=module.MODEL_TYPE,
+        architecture=module.ARCHITECTURE,
+        model_config=module.model_config,
+        hf_config=module.hf_config,
+        table=module.table,
+        ignored=module.IGNORED,
+    )
+
+
+FAMILIES = {module.MODEL_TYPE: _family(module) for module in (qwen3_moe,)}
+FAMILY_OF = {"tiny_moe": "qwen3_moe"}
+"""`ModelConfig.family` -> `model_type`, where they differ."""
+
+
+def read_config(mapping: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """Family and model of a `config.json`.
+
+    Raises:
+        CheckpointFormatError: an unknown `model_type`, or a key or value that the model does not honour.
+        ValueError: sizes that do not go together.
+    """
+    model_type = mapping.get("model_type")
+    if model_type not in FAMILIES:
+        raise CheckpointFormatError(
+            f"config.json has model_type={model_type!r}; known are {', '.join(sorted(FAMILIES))}."
+        )
+    family, hf = FAMILIES[model_type], HfConfig(mapping)
+    config = family.model_config(hf)
+    hf.check_all_seen()
+    return family, config
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family as which a model is exported.
+
+    Raises:
+        CheckpointFormatError: there is no such layout.
+    """
+    model_type = FAMILY_OF.get(config.family, config.family)
+    if model_type not in FAMILIES:
+        raise CheckpointFormatError(
+            f"model.family {config.family!r} has no Hugging Face layout; those that have are "
+            f"{', '.join(sorted({*FAMILIES, *FAMILY_OF}))}."
+        )
+    return FAMILIES[model_type]
+
+
+def write_config(config: ModelConfig, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The `config.json` of a model in BF16: `base`, the one that it came from, if that still describes it."""
+    family = family_of(config)
+    ours = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.hf_config(config),
+    }
+    if base is not None and read_config(base)[1] == read_config(ours)[1]:
+        ours = {name: value for name, value in base.items() if name != "quantization_config"}
+    return {**ours, "dtype": "bfloat16"}

@@ -1,0 +1,180 @@
+"""From a folder's tensors to sharded arrays, layer by layer.
+
+Every device's part of a parameter is built on that device from blocks of one layer, read as the slices that it needs.
+What a host holds besides the arrays is one block.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from collections.abc import Mapping as Maps
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from trace_jax.hf.codecs import PLAIN, CodecError
+from trace_jax.hf.folder import CheckpointFormatError, Folder
+from trace_jax.hf.table import Link, Mapping, put, take
+
+SHOWN = 5
+
+
+def check_tensors(folder: Folder, mapping: Mapping, ignored: Callable[[str], bool]) -> None:
+    """Compares what a folder holds with what the model needs, before anything is read.
+
+    Args:
+        folder: the checkpoint.
+        mapping: the model's table.
+        ignored: whether a checkpoint may have a tensor of this name, which the model does not use.
+
+    Raises:
+        CheckpointFormatError: missing or unknown tensors, a wrong shape or dtype; the message names them.
+    """
+    missing = [name for name in mapping.tensors if name not in folder.names]
+    unknown = sorted(name for name in folder.names - mapping.tensors.keys() if not ignored(name))
+    if missing or unknown:
+        parts = [
+            f"{word} {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+            for word, names in (("lacks", missing), ("holds unknown", unknown))
+            if names
+        ]
+        raise CheckpointFormatError(f"{folder.path} does not fit its config.json: it {' and '.join(parts)}.")
+    for name, tensor in mapping.tensors.items():
+        if folder.shape(name) != tensor.stored_shape:
+            raise CheckpointFormatError(
+                f"{name} in {folder.path / folder.file_of(name)} has shape {folder.shape(name)}; "
+                f"expected {tensor.stored_shape} by config.json."
+            )
+        if folder.dtype(name) not in tensor.codec.dtypes:
+            raise CheckpointFormatError(
+                f"{name} in {folder.path / folder.file_of(name)} is {folder.dtype(name)}; "
+                f"expected one of {tensor.codec.dtypes}."
+            )
+
+
+def load_arrays(
+    folder: Folder,
+    mapping: Mapping,
+    shardings: Maps[str, Sharding],
+    dtypes: Maps[str, jnp.dtype],
+) -> dict[str, jax.Array]:
+    """Every parameter of a mapping, by dotted path. `check_tensors` has passed before.
+
+    Args:
+        folder: the checkpoint.
+        mapping: the model's table.
+        shardings: of each parameter; a process reads only what its own devices hold.
+        dtypes: of each parameter.
+    """
+    return {
+        param: _load_array(folder, mapping, param, shape, shardings[param], dtypes[param])
+        for param, shape in mapping.shapes.items()
+    }
+
+
+def _load_array(
+    folder: Folder, mapping: Mapping, param: str, shape: tuple[int, ...], sharding: Sharding, dtype
+) -> jax.Array:
+    parts: dict[tuple[range, ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        wanted = tuple(range(*s.indices(n)) for s, n in zip(index, shape, strict=True))
+        parts.setdefault(wanted, []).append(device)
+    arrays = {}
+    for wanted, (first, *others) in parts.items():
+        arrays[first] = _load_part(folder, mapping, param, wanted, dtype, first)
+        arrays |= {device: jax.device_put(arrays[first], device) for device in others}
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()), dtype=dtype)
+
+
+def _load_part(
+    folder: Folder, mapping: Mapping, param: str, wanted: tuple[range, ...], dtype, device: jax.Device
+) -> jax.Array:
+    links = mapping.links[param]
+    if not links[0].per_layer:
+        return jax.device_put(read_block(folder, mapping, param, (), wanted), device).astype(dtype)
+    layers, rest = wanted[0], wanted[1:]
+    whole = jnp.zeros([len(r) for r in wanted], dtype, device=device)
+    for position, layer in enumerate(layers):
+        block = read_block(folder, mapping, param, (layer,), rest)
+        # Waits, so that blocks do not queue up on the host when reading is faster than the device.
+        whole = jax.block_until_ready(_set_layer(whole, jax.device_put(block, device), position))
+    return whole
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_layer(whole: jax.Array, block: jax.Array, position: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(whole, block.astype(whole.dtype), position, 0)
+
+
+def read_block(
+    folder: Folder, mapping: Mapping, param: str, index: tuple[int, ...], wanted: Sequence[range]
+) -> np.ndarray:
+    """One layer's part of a parameter (or of a parameter without layers) in the dtype of the file.
+
+    Args:
+        folder: the checkpoint.
+        mapping: the model's table.
+        param: dotted path.
+        index: of the layer in the stack; empty for a parameter without layers.
+        wanted: positions along the remaining axes.
+    """
+    links = mapping.links[param]
+    stored = {folder.dtype(mapping.name(link, _first(mapping, link, index))) for link in links}
+    block: np.ndarray | None = None
+    for link in links:
+        per_expert = link.leading > len(index)
+        for place, expert in enumerate(wanted[0]) if per_expert else [(None, None)]:
+            at = index if expert is None else (*index, expert)
+            name = mapping.name(link, at)
+            found = _read_part(folder, name, link, mapping.ours(link), wanted[1:] if per_expert else wanted)
+            if found is None:
+                continue
+            part, values = found
+            if block is None:
+                dtype = values.dtype if len(stored) == 1 else np.float32
+                block = np.empty([len(r) for r in wanted], dtype)
+            unit = block if place is None else block[place : place + 1].reshape(block.shape[1:])
+            if not link.same:
+                put(unit, part, link.axis, values)
+            elif not np.array_equal(take(unit, part, link.axis), values):
+                raise CheckpointFormatError(
+                    f"{name} differs from the other tensors of {param}, with which it has to share one value."
+                )
+    assert block is not None
+    return block
+
+
+def _first(mapping: Mapping, link: Link, index: tuple[int, ...]) -> tuple[int, ...]:
+    return index if link.leading == len(index) else (*index, 0)
+
+
+def _read_part(
+    folder: Folder, name: str, link: Link, ours: range, wanted: Sequence[range]
+) -> tuple[range, np.ndarray] | None:
+    """What a tensor holds of a block: positions along the link's axis of the block, and their values."""
+    slices, within, part = [slice(r.start, r.stop) for r in wanted], range(1), range(1)
+    if wanted:
+        along = wanted[link.axis]
+        start, stop = max(along.start, ours.start), min(along.stop, ours.stop)
+        if start >= stop:
+            return None
+        part = range(start - along.start, stop - along.start)
+        positions = (range(len(ours)) if link.theirs is None else link.theirs)[
+            start - ours.start : stop - ours.start
+        ]
+        low = min(positions)
+        slices[link.axis] = slice(low, max(positions) + 1)
+        within = tuple(p - low for p in positions)
+        if isinstance(positions, range):
+            within = range(positions.start - low, positions.stop - low, positions.step)
+    # Packed tensors are read whole along their last axis: what is packed there is cut once it is unpacked.
+    raw = link.raw(slices, slice(0, 1))
+    rest: tuple[slice, ...] = ()
+    if link.codec != PLAIN and raw:
+        rest, raw = (*[slice(None)] * (len(raw) - 1), raw[-1]), raw[:-1]
+    try:
+        values = link.codec.decode(folder.read(name, raw))
+    except CodecError as error:
+        raise CheckpointFormatError(f"{name} in {folder.path / folder.file_of(name)}: {error}") from error
+    return part, take(link.to_unit(values[rest]), within, link.axis)

@@ -1,0 +1,173 @@
+"""From parameters to a folder of safetensors files, one file's tensors in memory at a time."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping as Maps
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from trace_jax.hf.codecs import PLAIN
+from trace_jax.hf.folder import INDEX, SINGLE, CheckpointFormatError
+from trace_jax.hf.table import Mapping, Tensor, put, take
+from trace_jax.quant import cast_weight
+
+MAX_FILE_BYTES = 5_000_000_000
+FORMAT = {"format": "pt"}
+"""Metadata without which some readers refuse a file; it says nothing of how the file was written."""
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `out` when all of it has been written.
+
+    Raises:
+        CheckpointFormatError: `out` exists and is not empty.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointFormatError(f"{out} exists and is not empty; choose another folder.")
+    partial = out.parent / f"{out.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    os.replace(partial, out)
+
+
+def save_tensors(
+    folder: Path,
+    mapping: Mapping,
+    values: Maps[str, jax.Array],
+    extra: Maps[str, np.ndarray],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes every tensor of a mapping, in files of at most `max_file_bytes` (but at least one tensor each).
+
+    Args:
+        folder: where to.
+        mapping: the model's table.
+        values: parameters by dotted path, all of this process's devices. Floating-point ones are rounded to BF16.
+        extra: small tensors besides, by name.
+        max_file_bytes: more than that, and the folder has several files and an index.
+
+    Raises:
+        CheckpointFormatError: parameters that are spread over several processes.
+    """
+    for param, value in values.items():
+        if not value.is_fully_addressable:
+            raise CheckpointFormatError(
+                f"{param} is spread over several processes; restore the checkpoint in one process and export there."
+            )
+    files = _distribute(mapping, extra, max_file_bytes)
+    layers, index, total = _Layers(values), {}, 0
+    for number, names in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {
+            name: extra[name] if name in extra else build(mapping, mapping.tensors[name], layers.block)
+            for name in names
+        }
+        save_file(tensors, folder / file, metadata=FORMAT)
+        index |= dict.fromkeys(names, file)
+        total += sum(x.nbytes for x in tensors.values())
+    if len(files) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def build(mapping: Mapping, tensor: Tensor, block: Callable[[str, int | None], np.ndarray]) -> np.ndarray:
+    """One tensor as the file holds it, from the parameters that it is a part of.
+
+    Args:
+        mapping: the model's table.
+        tensor: of the mapping.
+        block: gives a parameter's layer on the host (None: a parameter without layers).
+    """
+    built: np.ndarray | None = None
+    for use in tensor.uses:
+        link = use.link
+        unit = block(link.param, use.index[0] if link.per_layer else None)
+        if link.leading > link.per_layer:
+            unit = unit[use.index[-1]]
+        part = take(np.asarray(unit), use.ours, link.axis)
+        if built is None:
+            built = np.empty(tensor.shape, part.dtype)
+        put(link.to_unit(built), use.positions, link.axis, part)
+    assert built is not None
+    return tensor.codec.encode(built)
+
+
+class _Layers:
+    """Layers of parameters on the host; those of one layer at a time, since files go layer by layer."""
+
+    def __init__(self, values: Maps[str, jax.Array]):
+        self._values = values
+        self._layer: int | None = None
+        self._blocks: dict[str, np.ndarray] = {}
+
+    def block(self, param: str, layer: int | None) -> np.ndarray:
+        if layer != self._layer:
+            self._layer, self._blocks = layer, {}
+        if param not in self._blocks:
+            value = self._values[param]
+            self._blocks[param] = np.asarray(_rounded(value) if layer is None else _layer(value, layer))
+        return self._blocks[param]
+
+
+@jax.jit
+def _rounded(x: jax.Array) -> jax.Array:
+    return cast_weight(x, jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+@jax.jit
+def _layer(x: jax.Array, layer: int) -> jax.Array:
+    return _rounded(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
+
+
+def _distribute(mapping: Mapping, extra: Maps[str, np.ndarray], max_file_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file, in the model's order."""
+    sizes = {name: _stored_bytes(tensor) for name, tensor in mapping.tensors.items()}
+    sizes |= {name: x.nbytes for name, x in extra.items()}
+    files: list[list[str]] = []
+    room = -1
+    for name in sorted(sizes, key=_natural):
+        if sizes[name] > room or not files:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(name)
+        room -= sizes[name]
+    return files
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    itemsize = {"U8": 1, "F8_E4M3": 1, "F32": 4}[tensor.codec.dtypes[0]] if tensor.codec != PLAIN else 2
+    return int(np.prod(tensor.stored_shape, dtype=np.int64)) * itemsize
+
+
+def _natural(name: str) -> list[Any]:
+    """Key that sorts layer 10 after layer 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def copied_files(base: Path | None) -> Sequence[Path]:
+    """Tokenizer and generation settings of the folder that a model came from."""
+    if base is None:
+        return []
+    names = (
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "vocab.json",
+        "tokenizer.model",
+    )
+    return [base / name for name in names if (base / name).exists()]
