@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from jaxtyping import Array, Int
 
 from trace_jax.hf.codecs import PLAIN, CodecError
 from trace_jax.hf.folder import CheckpointFormatError, Folder
@@ -98,12 +99,12 @@ def _load_part(
     for position, layer in enumerate(layers):
         block = read_block(folder, mapping, param, (layer,), rest)
         # Waits, so that blocks do not queue up on the host when reading is faster than the device.
-        whole = jax.block_until_ready(_set_layer(whole, jax.device_put(block, device), position))
+        whole = jax.block_until_ready(_set_layer(whole, jax.device_put(block, device), jnp.int32(position)))
     return whole
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_layer(whole: jax.Array, block: jax.Array, position: int) -> jax.Array:
+def _set_layer(whole: jax.Array, block: jax.Array, position: Int[Array, ""]) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(whole, block.astype(whole.dtype), position, 0)
 
 
