@@ -15,9 +15,9 @@ ALLOWED = {
     "guidance": set(),
     "quant": {"guidance", "parallel"},
     "models": {"quant", "guidance", "parallel"},
-    "hf": {"models", "quant", "parallel"},  # reads and writes models; nothing below the scripts needs it
+    "hf": {"models", "quant", "parallel"},
     "rollout": {"models", "quant", "guidance", "parallel"},
-    "rl": {"rollout", "models", "quant", "guidance", "parallel", "alignment", "tasks", "data", "runs"},
+    "rl": {"rollout", "hf", "models", "quant", "guidance", "parallel", "alignment", "tasks", "data", "runs"},
     "alignment": {"guidance", "quant"},  # reads records and quant
     "data": set(),  # knows no model and no task
     "tasks": {"data"},  # knows no model

@@ -6,7 +6,7 @@ from trace_jax.data.load import load_tokenizer
 from trace_jax.data.pipeline import encode_prompt, prompt_iterator, sft_iterator
 from trace_jax.data.problem import DataError, Problem, ProblemSource
 from trace_jax.data.smollm2 import smollm2_file, smollm2_tokenizer
-from trace_jax.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from trace_jax.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, decode_response
 
 __all__ = [
     "ByteTokenizer",
@@ -19,6 +19,7 @@ __all__ = [
     "Row",
     "Tokenizer",
     "TokenizerError",
+    "decode_response",
     "encode_prompt",
     "load_tokenizer",
     "prompt_iterator",

@@ -28,6 +28,24 @@ class Tokenizer(Protocol):
         ...
 
 
+def decode_response(tokenizer: Tokenizer, ids: Iterable[SupportsIndex]) -> str:
+    """Text of what a policy sampled, up to the first end token.
+
+    A model's vocabulary may be larger than the tokenizer's (embeddings are padded); such an id becomes U+FFFD.
+    """
+    parts: list[str] = []
+    known: list[int] = []
+    for id_ in map(int, ids):
+        if id_ == tokenizer.eos_id:
+            break
+        if id_ < tokenizer.vocab_size:
+            known.append(id_)
+        else:
+            parts += [tokenizer.decode(known), "\N{REPLACEMENT CHARACTER}"]
+            known = []
+    return "".join([*parts, tokenizer.decode(known)])
+
+
 class CharTokenizer:
     """One token per character of a fixed alphabet; ids 0, 1, 2 are padding, begin and end."""
 

@@ -103,7 +103,7 @@ class DeltaNet(nnx.Module):
         rule = delta_rule_recurrent if cache is not None and tokens == 1 else delta_rule_chunked
         y, recurrent = rule(q * c.key_dim**-0.5, k, v, g, beta, before.recurrent)
 
-        y = norms.rms_norm(y, cast_weight(self.output_norm[...], x.dtype), config.norm_eps)
+        y = norms.rms_norm(y, self.output_norm[...], config.norm_eps)
         y = y * jax.nn.silu(linear(h, self.gate).astype(y.dtype).reshape(y.shape))
         x = x + linear(y.reshape(batch, tokens, -1).astype(x.dtype), self.output)
         if cache is None:
@@ -134,7 +134,7 @@ class DeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T Hv"], Float[Array, "B T Hv"]]:
         """Log decay and write strength in FP32; both 0 for padding, which so leaves the state as it is."""
         acc = wide(h.dtype)
-        rate = jnp.exp(cast_weight(self.log_rate[...], h.dtype).astype(acc))[None, None]
+        rate = jnp.exp(self.log_rate[...].astype(acc))[None, None]
         bias = cast_weight(self.step_bias[...], h.dtype).astype(acc)[None, None]
         step = jax.nn.softplus(matmul(h, cast_weight(self.decay[...], h.dtype)) + bias)
         beta = jax.nn.sigmoid(matmul(h, cast_weight(self.beta[...], h.dtype)))

@@ -14,8 +14,8 @@ from trace_jax.quant.fake_quant import cast_weight
 from trace_jax.quant.plan import QuantPlan
 
 EXPERT_WEIGHTS = ("gate_up", "down")
-KEPT_WIDE = ("router_correction",)
-"""Those that stay FP32 in a rollout: the last bits decide which expert is chosen."""
+KEPT_WIDE = ("router_correction", "log_rate", "output_norm")
+"""Few values that stay FP32 in a rollout, as checkpoints hold them: they choose experts, and gate DeltaNet's state."""
 
 GATED = ("gate_up",)
 """Those whose columns are a gate's, then those of an up projection."""

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 from trace_jax.config import ConfigError
-from trace_jax.data import encode_prompt
+from trace_jax.data import decode_response, encode_prompt
 from trace_jax.models import ModelConfig
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
@@ -57,7 +57,7 @@ class Evaluator:
         keys = jax.random.split(jax.random.key(seed), max(len(prompts), 1))
         weights = self._weights(params, self.plan, self.model.dtype)
         trajectories = self.sampler.generate(weights, prompts, keys, weight_version=0)
-        texts = [self.task.tokenizer.decode(trajectories.response(n)) for n in range(len(problems))]
+        texts = [decode_response(self.task.tokenizer, trajectories.response(n)) for n in range(len(problems))]
         return np.asarray(
             [self.task.score(text, p) for text, p in zip(texts, problems, strict=True)], np.float64
         )

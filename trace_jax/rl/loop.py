@@ -13,6 +13,7 @@ from flax import nnx
 from kernels_pallas.arrays import Fp4Array
 from trace_jax.alignment.report import audit_report, flatten_report
 from trace_jax.config import ConfigError
+from trace_jax.data import decode_response
 from trace_jax.guidance import HealthAlarm, PackedRows
 from trace_jax.guidance.budget import bytes_per_token, route_bytes_per_token
 from trace_jax.models import ModelConfig
@@ -125,7 +126,8 @@ class Loop:
         """float64 `[prompts, group_size]`."""
         scores = [
             self.task.score(
-                self.task.tokenizer.decode(trajectories.response(n)), problems[n // self.config.group_size]
+                decode_response(self.task.tokenizer, trajectories.response(n)),
+                problems[n // self.config.group_size],
             )
             for n in range(len(trajectories))
         ]

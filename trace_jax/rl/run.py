@@ -13,6 +13,7 @@ from flax import nnx
 from trace_jax.alignment.summary import Run
 from trace_jax.config import ConfigError, check_range, from_mapping, to_mapping
 from trace_jax.data import encode_prompt, prompt_iterator, smollm2_file
+from trace_jax.hf import load_model, read_model_config
 from trace_jax.models import ModelConfig, abstract, create, load_llama, logical_axes
 from trace_jax.parallel import MeshConfig, make_mesh, shard
 from trace_jax.rl.config import OptimizerConfig, RLConfig
@@ -33,7 +34,8 @@ SMOLLM2 = "smollm2"
 class RunConfig:
     """Everything that determines a run.
 
-    `init_from` is the run folder of a warm start, `smollm2` for that model's weights, None for random ones.
+    `init_from` is the run folder of a warm start, a Hugging Face folder (its `config.json` is the model, see
+    `with_checkpoint`), `smollm2` for that model's weights, None for random ones.
     """
 
     name: str
@@ -67,18 +69,52 @@ def with_vocabulary(model: ModelConfig, task_config: TaskConfig) -> ModelConfig:
     return model
 
 
-def load_params(folder: str | Path, model: ModelConfig, step: int | None = None) -> nnx.State:
-    """FP32 masters of a warm start or an RL run, from its latest (or a given) checkpoint; or those of `smollm2`.
+def with_checkpoint(config: RunConfig) -> RunConfig:
+    """A run that starts from a Hugging Face folder gets that folder's model; `dtype` and `remat` stay its own.
 
-    SmolLM2 comes from its package, upcycled where the model has experts (`models.upcycle`).
+    Raises:
+        CheckpointFormatError: a `config.json` that is not of a known family, or not honoured.
+    """
+    if not _is_hf_folder(config.init_from):
+        return config
+    model = read_model_config(config.init_from)[2]
+    model = dataclasses.replace(model, dtype=config.model.dtype, remat=config.model.remat)
+    return dataclasses.replace(config, model=model)
+
+
+def _is_hf_folder(path: str | Path | None) -> bool:
+    return path is not None and (Path(path) / "config.json").is_file()
+
+
+def load_params(
+    folder: str | Path, model: ModelConfig, step: int | None = None, *, mesh: jax.sharding.Mesh | None = None
+) -> nnx.State:
+    """FP32 masters of a run, a Hugging Face folder or `smollm2`.
+
+    Args:
+        folder: of a warm start or an RL run, whose latest checkpoint is taken unless there is a `step`; of a Hugging
+            Face checkpoint; or `smollm2`, which comes from its package, upcycled where the model has experts.
+        model: what the parameters have to fit.
+        mesh: where a Hugging Face checkpoint is laid out, each process reading its own part; None is one device.
 
     Raises:
         FileNotFoundError: the folder has no checkpoint, or SmolLM2's package is not installed.
-        CheckpointError: it is damaged or of another model.
+        CheckpointError, CheckpointFormatError: it is damaged or of another model.
         ConfigError: the model is not SmolLM2's, nor one that it can be upcycled to.
     """
     if folder == SMOLLM2:
         return load_llama(smollm2_file(), model)
+    if _is_hf_folder(folder):
+        loaded = load_model(folder, mesh=mesh)
+        ours = dataclasses.replace(loaded.config, dtype=model.dtype, remat=model.remat)
+        if ours != model:
+            differs = [
+                f"{field.name} {getattr(ours, field.name)!r}, not {getattr(model, field.name)!r}"
+                for field in dataclasses.fields(model)
+                if getattr(ours, field.name) != getattr(model, field.name)
+            ]
+            raise ConfigError(f"{folder} is another model than configured: it has {'; '.join(differs)}.")
+        return loaded.params
     checkpoints = Checkpoints(RunFolder(Path(folder)).checkpoints_path)
     template = {"train": {"params": abstract(model, jax.devices()[0])[1]}}
     restored = checkpoints.restore(template, step, partial=True)
@@ -161,7 +197,7 @@ def start(loop: Loop, config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     """Gives a loop its first parameters, laid out on the mesh."""
     model = loop.model
     if config.init_from:
-        params = load_params(config.init_from, model)
+        params = load_params(config.init_from, model, mesh=mesh)
     else:
         _, params = create(model, jax.random.key(config.seed))
     # Also on one device: a state whose leaves disagree about their sharding would compile the train step twice.

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trace_jax.data import ByteTokenizer, CharTokenizer, Tokenizer
+from trace_jax.data import ByteTokenizer, CharTokenizer, Tokenizer, decode_response
 
 
 @given(st.text())
@@ -44,3 +44,10 @@ def test_broken_bytes_decode_to_a_replacement():
 def test_bad_alphabet(alphabet):
     with pytest.raises(ValueError, match="give each character once"):
         CharTokenizer(alphabet)
+
+
+def test_ids_of_a_padded_embedding_are_shown_as_unknown():
+    tokenizer = CharTokenizer("ab")
+    assert decode_response(tokenizer, [3, 5, 4, 99]) == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"
+    assert decode_response(tokenizer, [3, 2, 4, 99]) == "a"
+    assert decode_response(tokenizer, []) == ""
