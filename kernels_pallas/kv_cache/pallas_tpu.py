@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kernels_pallas import target
 from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.cache import AppendedRows, KVCache
 from kernels_pallas.kv_cache.pages import entry_index
 from kernels_pallas.quantize import pallas_tpu as quantize_tpu
 from kernels_pallas.tiles import LANES
@@ -73,13 +73,13 @@ def append(
     *,
     layer: Int32[Array, ""] | None = None,
     page_table: Int32[Array, "b pages"] | None = None,
-) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
+) -> tuple[KVCache, AppendedRows | None, AppendedRows | None]:
     """See `api.append`."""
     if cache.format is None:
         new, quantized = (k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)), (None, None)
     else:
-        options = {"axis": -1, "row_axes": (-1,), "scale_rule": "amax"}
-        new = quantized = tuple(quantize_tpu.quantize(a, cache.format, **options) for a in (k, v))
+        quantized = tuple(quantize_tpu.quantize_recorded(a, cache.format) for a in (k, v))
+        new = tuple(rows for rows, _ in quantized)
     # One pair (sequence or page, entry) per token; out of range where nothing is to be written.
     index = [
         a[:, 0] for a in jnp.broadcast_arrays(*entry_index(positions, valid, page_table, cache.k.shape[-4:]))

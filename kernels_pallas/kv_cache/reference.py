@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.cache import AppendedRows, KVCache
 from kernels_pallas.kv_cache.pages import entry_index
-from kernels_pallas.quantize.reference import quantize
+from kernels_pallas.quantize.reference import quantize_recorded
 
 
 def append(
@@ -20,7 +19,7 @@ def append(
     *,
     layer: Int32[Array, ""] | None = None,
     page_table: Int32[Array, "b pages"] | None = None,
-) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
+) -> tuple[KVCache, AppendedRows | None, AppendedRows | None]:
     """See `api.append`."""
     index = entry_index(positions, valid, page_table, cache.k.shape[-4:])
 
@@ -39,5 +38,5 @@ def append(
     if cache.format is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
         return KVCache(k=write(cache.k, k), v=write(cache.v, v)), None, None
-    k_q, v_q = quantize(k, cache.format), quantize(v, cache.format)
-    return KVCache(k=write(cache.k, k_q), v=write(cache.v, v_q)), k_q, v_q
+    k_rows, v_rows = quantize_recorded(k, cache.format), quantize_recorded(v, cache.format)
+    return KVCache(k=write(cache.k, k_rows[0]), v=write(cache.v, v_rows[0])), k_rows, v_rows

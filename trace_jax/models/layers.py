@@ -147,11 +147,13 @@ class MoE(nnx.Module):
         c, k = config, config.experts_per_token
         batch, length, _ = x.shape
         tokens = batch * length
-        h = rms_norm(x, self.norm, c.norm_eps)
+        captured = {}
+        gain = cast_weight(self.norm[...], x.dtype)
+        h, rows, captured[EXPERT_INPUT] = numerics.norm_activation(
+            EXPERT_INPUT, x, gain, c.norm_eps, inputs.guides
+        )
         own_experts, experts, gates = self.route(h, inputs.routes, k)
         dispatch = make_dispatch(experts.reshape(tokens, k), c.num_experts)
-        captured = {}
-        rows, captured[EXPERT_INPUT] = numerics.activation(EXPERT_INPUT, h, inputs.guides)
         gate_up = numerics.expert_weight("gate_up", self.gate_up.get_value(), inputs.weight_guides, c.dtype)
         down = numerics.expert_weight("down", self.down.get_value(), inputs.weight_guides, c.dtype)
 

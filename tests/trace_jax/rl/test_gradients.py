@@ -16,7 +16,7 @@ from flax import nnx
 from kernels_pallas.guided_round import guided_values
 from kernels_pallas.quantize import dequantize, quantize_codes
 from tests.trace_jax import small
-from trace_jax.quant import SITES, FakeQuantNumerics, QuantPlan
+from trace_jax.quant import SITES, FakeQuantNumerics, Numerics, QuantPlan
 from trace_jax.rl import RLConfig, Trainer
 from trace_jax.rl.batch import replayed_routes
 from trace_jax.rl.losses import policy_loss
@@ -41,7 +41,7 @@ class RoundingErrors(FakeQuantNumerics):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrozenErrors:
+class FrozenErrors(Numerics):
     """x + frozen rounding error, with the errors in the place of records and weight guides."""
 
     def activation(self, site, x, guides):
