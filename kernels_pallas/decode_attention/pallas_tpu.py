@@ -77,6 +77,7 @@ def attention(
     positions = jnp.minimum(positions[:, 0], pages * size - 1)
     stacked = layer is not None
     arrays = [entries_last(leaf, stacked) for a in (cache.k, cache.v) for leaf in leaves(a)]
+    arrays = target.left_in_hbm(arrays) if stacked else arrays
 
     def cache_spec(leaf):
         def index(b, s, positions, table, layer):
@@ -84,9 +85,10 @@ def attention(
             first = lax.div(_first_split(positions[b], window), splits)
             s = jnp.clip(s, first, lax.div(jnp.maximum(positions[b], 0), tokens))
             page = jnp.maximum(table[b * pages + lax.div(s, steps)], 0)
-            return layer[0], page, 0, lax.rem(s, steps)
+            return layer[0], page, *(0,) * len(rows), lax.rem(s, steps)
 
-        return pl.BlockSpec((pl.squeezed, pl.squeezed, leaf.shape[2], tokens), index)
+        rows = leaf.shape[2:-1]
+        return pl.BlockSpec((pl.squeezed, pl.squeezed, *rows, tokens), index)
 
     def query_spec(width):
         return pl.BlockSpec((pl.squeezed, heads, group, width), lambda b, *_: (b, 0, 0, 0))
@@ -174,11 +176,12 @@ def _kernel(
         if window is not None:
             seen &= index > position - window
         lanes = pl.ds(pl.multiple_of(i * SPLIT, SPLIT), SPLIT)
-        k = [ref[:, lanes] for ref in cache_refs[:arrays]]
-        v = [ref[:, lanes] for ref in cache_refs[arrays:]]
-        k_scale, v_scale = (None if format is None else formats.row_scale(a[2]) for a in (k, v))
+        k_refs, v_refs = cache_refs[:arrays], cache_refs[arrays:]
+        k_scale, v_scale = (
+            None if format is None else formats.row_scale(refs[2][:, lanes]) for refs in (k_refs, v_refs)
+        )
         for head in range(heads):
-            keys = _operand(k, head, heads, format, generation, None)
+            keys = _operand([ref[head, :, lanes] for ref in k_refs[:2]], format, generation, None)
             scores = jnp.dot(q_ref[head], keys, preferred_element_type=jnp.float32)
             if format is not None:
                 scores = scores * unit * k_scale[head : head + 1]
@@ -191,7 +194,7 @@ def _kernel(
                 weights = (
                     weights.astype(jnp.float32) * jnp.where(seen, v_scale[head : head + 1], 0.0)
                 ).astype(jnp.bfloat16)
-            values = _operand(v, head, heads, format, generation, seen)
+            values = _operand([ref[head, :, lanes] for ref in v_refs[:2]], format, generation, seen)
             partial = lax.dot_general(
                 weights, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
@@ -219,24 +222,18 @@ def _kernel(
 
 def _operand(
     arrays: list[Array],
-    head: int,
-    heads: int,
     format: Fp4Format | None,
     generation: int,
     seen: Bool[Array, "1 s"] | None,
 ) -> Array:
     """A head's entries of a split [Dh, 128] in BF16; those that are not `seen` are zero, whatever they hold."""
-
-    def rows(a):
-        size = a.shape[0] // heads
-        return a[head * size : (head + 1) * size]
-
     if format is None:
-        entries = rows(arrays[0])
+        (entries,) = arrays
         if seen is None:
             return entries
         return jnp.where(seen, entries.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-    bits = rows(tiles.scale_bits(arrays[1], format))
+    words, scales = arrays
+    bits = tiles.scale_bits(scales, format)
     if seen is not None:
         bits = jnp.where(seen, bits, jnp.uint32(0))
-    return tiles.scaled_codes(rows(arrays[0]), tiles.staged_form(bits, generation), format, generation)
+    return tiles.scaled_codes(words, tiles.staged_form(bits, generation), format, generation)

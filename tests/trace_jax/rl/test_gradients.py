@@ -13,10 +13,11 @@ import optax
 import pytest
 from flax import nnx
 
+from kernels_pallas import norms
 from kernels_pallas.guided_round import guided_values
 from kernels_pallas.quantize import dequantize, quantize_codes
 from tests.trace_jax import small
-from trace_jax.quant import SITES, FakeQuantNumerics, Numerics, QuantPlan
+from trace_jax.quant import SITES, FakeQuantNumerics, QuantPlan
 from trace_jax.rl import RLConfig, Trainer
 from trace_jax.rl.batch import replayed_routes
 from trace_jax.rl.losses import policy_loss
@@ -41,11 +42,15 @@ class RoundingErrors(FakeQuantNumerics):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrozenErrors(Numerics):
+class FrozenErrors:
     """x + frozen rounding error, with the errors in the place of records and weight guides."""
 
     def activation(self, site, x, guides):
         return x + guides[site], None
+
+    def norm_activation(self, site, x, gain, eps, guides):
+        h = norms.rms_norm(x, gain, eps)
+        return h, *self.activation(site, h, guides)
 
     def expert_weight(self, name, w, guides, dtype):
         return w + guides[name]
