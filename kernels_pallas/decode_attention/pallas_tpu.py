@@ -176,12 +176,11 @@ def _kernel(
         if window is not None:
             seen &= index > position - window
         lanes = pl.ds(pl.multiple_of(i * SPLIT, SPLIT), SPLIT)
-        k_refs, v_refs = cache_refs[:arrays], cache_refs[arrays:]
-        k_scale, v_scale = (
-            None if format is None else formats.row_scale(refs[2][:, lanes]) for refs in (k_refs, v_refs)
-        )
+        k = [ref[..., lanes] for ref in cache_refs[:arrays]]
+        v = [ref[..., lanes] for ref in cache_refs[arrays:]]
+        k_scale, v_scale = (None if format is None else formats.row_scale(a[2]) for a in (k, v))
         for head in range(heads):
-            keys = _operand([ref[head, :, lanes] for ref in k_refs[:2]], format, generation, None)
+            keys = _operand(k, head, heads, format, generation, None)
             scores = jnp.dot(q_ref[head], keys, preferred_element_type=jnp.float32)
             if format is not None:
                 scores = scores * unit * k_scale[head : head + 1]
@@ -194,7 +193,7 @@ def _kernel(
                 weights = (
                     weights.astype(jnp.float32) * jnp.where(seen, v_scale[head : head + 1], 0.0)
                 ).astype(jnp.bfloat16)
-            values = _operand([ref[head, :, lanes] for ref in v_refs[:2]], format, generation, seen)
+            values = _operand(v, head, heads, format, generation, seen)
             partial = lax.dot_general(
                 weights, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
@@ -222,18 +221,27 @@ def _kernel(
 
 def _operand(
     arrays: list[Array],
+    head: int,
+    heads: int,
     format: Fp4Format | None,
     generation: int,
     seen: Bool[Array, "1 s"] | None,
 ) -> Array:
     """A head's entries of a split [Dh, 128] in BF16; those that are not `seen` are zero, whatever they hold."""
+
+    def rows(a):
+        size = a.shape[0] // heads
+        return a[head * size : (head + 1) * size]
+
     if format is None:
-        (entries,) = arrays
+        entries = rows(arrays[0])
         if seen is None:
             return entries
         return jnp.where(seen, entries.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-    words, scales = arrays
-    bits = tiles.scale_bits(scales, format)
+    scales = arrays[1]  # with heads as an axis where they are few
+    bits = (
+        tiles.scale_bits(scales[head], format) if scales.ndim == 3 else rows(tiles.scale_bits(scales, format))
+    )
     if seen is not None:
         bits = jnp.where(seen, bits, jnp.uint32(0))
-    return tiles.scaled_codes(words, tiles.staged_form(bits, generation), format, generation)
+    return tiles.scaled_codes(rows(arrays[0]), tiles.staged_form(bits, generation), format, generation)

@@ -203,8 +203,8 @@ def attention_kernel(
             (PART // 4) * ((j >> 1) & 3) + 8 * (j >> 5) + 4 * (j & 1) + 2 * ((j >> 4) & 1) + ((j >> 3) & 1)
         )
         q = ()
-        for part in tl.static_range(D // PART):
-            at = query + part * PART + part_dim[:, None]
+        for i in tl.static_range(D // PART):
+            at = query + i * PART + part_dim[:, None]
             q = q + (tl.load(q_ptr + at, mask=(group < QUERIES)[None, :], other=0.0),)
     acc = tl.zeros((D, G), tl.float32)
     sequence = sequence.to(tl.int64)

@@ -1,9 +1,10 @@
 """Writes to the KV cache on TPUs, in place.
 
-Kernels see a cache with its entries last, [B, H, n, S]: entries fill the 128 lanes of a register, as columns of a
+Kernels see a cache with its entries last, [B, H x n, S]: entries fill the 128 lanes of a register, as columns of a
 weight do, and a decode step reads whole registers. [B, S, H, n] with n = Dh / 8 words would be padded to 128 lanes in
 memory, eight times its size. The transposition costs nothing where XLA may lay the cache out that way, as it may
-inside a jitted decode loop. Heads stay an axis: with n less than the 8 rows of a tile, merging the two moves data.
+inside a jitted decode loop. Where n is no whole number of a tile's 8 rows, heads stay an axis, [B, H, n, S]: to merge
+the two would move data.
 
 A token is one column. Its 128 columns are read, changed and written back.
 """
@@ -23,7 +24,7 @@ from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.kv_cache.cache import AppendedRows, KVCache
 from kernels_pallas.kv_cache.pages import entry_index
 from kernels_pallas.quantize import pallas_tpu as quantize_tpu
-from kernels_pallas.tiles import LANES
+from kernels_pallas.tiles import LANES, SUBLANES
 
 
 def refusal(
@@ -59,8 +60,11 @@ def leaves(entries: Fp4Array | Array) -> list[Array]:
 
 
 def entries_last(leaf: Shaped[Array, "..."], stacked: bool) -> Shaped[Array, "..."]:
-    """A cache array [..., S, H, n] or [..., S, H] as kernels see it, with an axis of layers: [L, B, H, n, S]."""
-    return jnp.moveaxis(leaf if stacked else leaf[None], 2, -1)
+    """A cache array [..., S, H, n] or [..., S, H] as kernels see it: [L, B, H x n, S] or [L, B, H, n, S]."""
+    leaf = jnp.moveaxis(leaf if stacked else leaf[None], 2, -1)
+    if leaf.ndim == 5 and leaf.shape[3] % SUBLANES == 0:
+        return leaf.reshape(*leaf.shape[:2], -1, leaf.shape[-1])
+    return leaf
 
 
 def append(
@@ -87,17 +91,22 @@ def append(
     old, structure = jax.tree.flatten(cache)
     stacked = layer is not None
     arrays = [entries_last(leaf, stacked) for a in (cache.k, cache.v) for leaf in leaves(a)]
+    rows = [leaf for a in new for leaf in leaves(a)]
     written = _write(
         target.left_in_hbm(arrays) if stacked else arrays,
-        [leaf[:, 0] for a in new for leaf in leaves(a)],
+        [row.reshape(row.shape[0], *leaf.shape[2:-1]) for row, leaf in zip(rows, arrays, strict=True)],
         index,
         inside,
         jnp.zeros((1,), jnp.int32) if layer is None else layer[None],
     )
-    written = [
-        jnp.moveaxis(leaf, -1, 2).reshape(before.shape) for leaf, before in zip(written, old, strict=True)
-    ]
+    written = [_entries_third(leaf, before.shape, stacked) for leaf, before in zip(written, old, strict=True)]
     return jax.tree.unflatten(structure, written), *quantized
+
+
+def _entries_third(leaf: Shaped[Array, "..."], shape: tuple[int, ...], stacked: bool) -> Shaped[Array, "..."]:
+    """`entries_last` undone: a cache array of `shape`."""
+    heads = shape[3 if stacked else 2 :]
+    return jnp.moveaxis(leaf.reshape(*leaf.shape[:2], *heads, leaf.shape[-1]), -1, 2).reshape(shape)
 
 
 def _write(
@@ -107,7 +116,7 @@ def _write(
     inside: Bool[Array, " b"],
     layer: Int32[Array, " 1"],
 ) -> Sequence[Array]:
-    """Set entry `index` of each array [L, B, H, n, S] to a row of `new` [B, H, n] where `inside`."""
+    """Set entry `index` of each array [L, B, ..., S] to a row of `new` [B, ...] where `inside`."""
     batch = inside.shape[0]
     # A token that is not written stays with the columns of the one before it, or of the first that is: blocks that no
     # other step holds. Without any, all steps leave the first columns as they are.
