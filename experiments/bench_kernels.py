@@ -1,7 +1,7 @@
 """Every kernel beside its baselines, in one run, at shapes of real models; or, with --list, what runs here and why.
 
     python -m experiments.bench_kernels --list
-    python -m experiments.bench_kernels [--group matmul|grouped_matmul|decode_attention|rounding] [--out DIR]
+    python -m experiments.bench_kernels [--group matmul|grouped_matmul|decode_attention|prefill|rounding] [--out DIR]
 
 A program calls an op many times, on inputs of its own each; shown is what `MANY` calls take longer than `FEW`, over the
 difference, the median of `REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run
@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.kernel_cases import GROUPS, Case, Run, normal
+from experiments.kernel_cases import KERNEL_GROUPS, Case, Run, normal
 from experiments.kernel_list import describe
+from experiments.prefill_cases import prefill_cases
 from trace_jax.runs import describe_environment
 
 FEW, MANY, REPEATS = 4, 20, 9
+GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
 
 
 def many(run: Run) -> Run:

@@ -16,7 +16,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.guided_round import Guide, guided_values
 from kernels_pallas.kv_cache import KVCache, append
 from kernels_pallas.matmul import matmul
-from kernels_pallas.quantize import dequantize, quantize, quantize_recorded, rms_norm_quantize
+from kernels_pallas.quantize import quantize, quantize_recorded, rms_norm_quantize
 from kernels_pallas.tiled import TiledFp4Array, tile
 from kernels_pallas.tiled_matmul import decoded
 
@@ -229,18 +229,6 @@ def attention_cases() -> Iterator[Case]:
         bytes=2 * 2 * 64 * 8192 * 4 * 128,
         must=0.9,
     )
-    for tokens in (2048, 8192):
-        yield Case(
-            op="prefill attention",
-            shape=f"qwen3_30b_a3b batch 8 tokens {tokens}",
-            ours=functools.partial(_prefill, NVFP4),
-            arguments=lambda tokens=tokens: (
-                normal(8, tokens, 32, 128),
-                normal(8, tokens, 4, 128, seed=1),
-                normal(8, tokens, 4, 128, seed=2),
-            ),
-            baselines={"without quantizing": functools.partial(_prefill, None)},
-        )
 
 
 def _cache(format: Fp4Format | None, batch: int, length: int, heads: int, q_heads: int, dim: int):
@@ -257,12 +245,6 @@ def _cudnn(q: jax.Array, cache: KVCache, positions: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(
         q, cache.k, cache.v, key_value_seq_lengths=lengths, implementation="cudnn"
     )
-
-
-def _prefill(format: Fp4Format | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    if format is not None:
-        k, v = dequantize(quantize(k, format)), dequantize(quantize(v, format))
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 # --- rounding and cache writes ----------------------------------------------------------------------
@@ -340,7 +322,7 @@ def _append(new: jax.Array, cache: KVCache, positions: jax.Array, valid: jax.Arr
     return append(cache, new, new, positions, valid)
 
 
-GROUPS = {
+KERNEL_GROUPS = {
     "matmul": matmul_cases,
     "grouped_matmul": grouped_cases,
     "decode_attention": attention_cases,

@@ -5,6 +5,7 @@ TPU which it does not have, so such a process says it: `with target(Target(gener
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -39,6 +40,21 @@ def current() -> Target:
 def interpreted() -> bool:
     """Whether Pallas TPU kernels are interpreted."""
     return current().interpreted
+
+
+def left_in_hbm(stack: Any) -> Any:
+    """The arrays of a stack of layers, as arguments of a kernel that reads one of them.
+
+    XLA prefetches a kernel's arguments to VMEM where they fit: of a stack that is every layer, for each layer.
+    """
+
+    def constrained(a):
+        # The constraint is one on compiled programs.
+        if interpreted() or not isinstance(a, jax.core.Tracer):
+            return a
+        return pltpu.with_memory_space_constraint(a, pltpu.MemorySpace.HBM)
+
+    return jax.tree.map(constrained, stack)
 
 
 def backend() -> str:

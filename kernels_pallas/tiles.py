@@ -16,6 +16,7 @@ from kernels_pallas.formats import Fp4Format, decode_scales
 NATIVE_FP4 = 7  # generation from which the vector unit converts float4_e2m1fn
 NATIVE_BF16 = 6  # generation from which it multiplies BF16
 LANES = 128
+SUBLANES = 8
 GROUP = 16  # values along K that `permuted` reorders among themselves
 
 

@@ -77,6 +77,7 @@ def attention(
     positions = jnp.minimum(positions[:, 0], pages * size - 1)
     stacked = layer is not None
     arrays = [entries_last(leaf, stacked) for a in (cache.k, cache.v) for leaf in leaves(a)]
+    arrays = target.left_in_hbm(arrays) if stacked else arrays
 
     def cache_spec(leaf):
         def index(b, s, positions, table, layer):
@@ -84,9 +85,10 @@ def attention(
             first = lax.div(_first_split(positions[b], window), splits)
             s = jnp.clip(s, first, lax.div(jnp.maximum(positions[b], 0), tokens))
             page = jnp.maximum(table[b * pages + lax.div(s, steps)], 0)
-            return layer[0], page, 0, lax.rem(s, steps)
+            return layer[0], page, *(0,) * len(rows), lax.rem(s, steps)
 
-        return pl.BlockSpec((pl.squeezed, pl.squeezed, leaf.shape[2], tokens), index)
+        rows = leaf.shape[2:-1]
+        return pl.BlockSpec((pl.squeezed, pl.squeezed, *rows, tokens), index)
 
     def query_spec(width):
         return pl.BlockSpec((pl.squeezed, heads, group, width), lambda b, *_: (b, 0, 0, 0))
@@ -174,8 +176,8 @@ def _kernel(
         if window is not None:
             seen &= index > position - window
         lanes = pl.ds(pl.multiple_of(i * SPLIT, SPLIT), SPLIT)
-        k = [ref[:, lanes] for ref in cache_refs[:arrays]]
-        v = [ref[:, lanes] for ref in cache_refs[arrays:]]
+        k = [ref[..., lanes] for ref in cache_refs[:arrays]]
+        v = [ref[..., lanes] for ref in cache_refs[arrays:]]
         k_scale, v_scale = (None if format is None else formats.row_scale(a[2]) for a in (k, v))
         for head in range(heads):
             keys = _operand(k, head, heads, format, generation, None)
@@ -236,7 +238,10 @@ def _operand(
         if seen is None:
             return entries
         return jnp.where(seen, entries.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-    bits = rows(tiles.scale_bits(arrays[1], format))
+    scales = arrays[1]  # with heads as an axis where they are few
+    bits = (
+        tiles.scale_bits(scales[head], format) if scales.ndim == 3 else rows(tiles.scale_bits(scales, format))
+    )
     if seen is not None:
         bits = jnp.where(seen, bits, jnp.uint32(0))
     return tiles.scaled_codes(rows(arrays[0]), tiles.staged_form(bits, generation), format, generation)

@@ -39,29 +39,34 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def prepared(ptr, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
-    """Prepared scales of every word of `rows`, `[TILE, D / 8]`."""
-    BYTES: tl.constexpr = D // 16 if E4M3 else D // 32
+def prepared(
+    ptr, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    PART: tl.constexpr = 0, PARTS: tl.constexpr = 1,
+):  # fmt: skip
+    """Prepared scales of every word of a part of `rows`, `[TILE, D / 8 / PARTS]`."""
+    PITCH: tl.constexpr = D // 16 if E4M3 else D // 32
+    BYTES: tl.constexpr = PITCH // PARTS
     if BYTES % 4 == 0:
-        at = (
-            ptr.to(tl.pointer_type(tl.int32))
-            + rows[:, None] * (BYTES // 4)
-            + tl.arange(0, BYTES // 4)[None, :]
-        )
+        at = ptr.to(tl.pointer_type(tl.int32)) + rows[:, None] * (PITCH // 4) + PART * (BYTES // 4)
+        at += tl.arange(0, BYTES // 4)[None, :]
         packed = tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)
         byte = ((packed[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF).reshape(TILE, BYTES)
     else:
-        at = ptr + rows[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+        at = ptr + rows[:, None] * PITCH + PART * BYTES + tl.arange(0, BYTES)[None, :]
         byte = (tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)).to(tl.int32)
     code: tl.constexpr = PREPARE_E4M3 if E4M3 else PREPARE_E8M0
     scale = tl.inline_asm_elementwise(code, "=r,r", [byte], dtype=tl.int32, is_pure=True, pack=1)
-    return tl.broadcast_to(scale[:, :, None], (TILE, BYTES, D // 8 // BYTES)).reshape(TILE, D // 8)
+    return tl.broadcast_to(scale[:, :, None], (TILE, BYTES, D // 8 // PITCH)).reshape(TILE, D // 8 // PARTS)
 
 
 @jit
-def decoded(ptr, scales, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr):
-    """Values of `rows`, `[TILE, D / 8, i, p low, p high]` for code p + 4 i of a word."""
-    at = ptr + rows[:, None] * (D // 8) + tl.arange(0, D // 8)[None, :]
+def decoded(
+    ptr, scales, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr,
+    PART: tl.constexpr = 0, PARTS: tl.constexpr = 1,
+):  # fmt: skip
+    """Values of a part of `rows`, `[TILE, D / 8 / PARTS, i, p low, p high]` for code p + 4 i of a word."""
+    WORDS: tl.constexpr = D // 8 // PARTS
+    at = ptr + rows[:, None] * (D // 8) + PART * WORDS + tl.arange(0, WORDS)[None, :]
     words = tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)
     code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
     a0, a1, b0, b1, c0, c1, d0, d1 = eight_values(code, words, scales)
@@ -96,10 +101,14 @@ def fp4_tile(
     index = tl.arange(0, TILE)
     rows = first + index * HEADS
     seen = (start + index >= lowest) & (start + index <= highest)
-    scales = prepared(k_scale_ptr, rows, seen, MASKED, E4M3, D, TILE)
-    k = decoded(k_ptr, scales, rows, seen, MASKED, E4M3, D)
-    k = k.reshape(TILE, 4, D // 32, 2, 2, 2).permute(0, 2, 5, 4, 1, 3).reshape(TILE, D)
-    scores = tl.dot(opaque(k), q) * scale
+    PARTS: tl.constexpr = len(q)
+    scores = tl.zeros((TILE, G), tl.float32)
+    for part in tl.static_range(PARTS):
+        scales = prepared(k_scale_ptr, rows, seen, MASKED, E4M3, D, TILE, part, PARTS)
+        k = decoded(k_ptr, scales, rows, seen, MASKED, E4M3, D, part, PARTS)
+        k = k.reshape(TILE, 4, D // PARTS // 32, 2, 2, 2).permute(0, 2, 5, 4, 1, 3).reshape(TILE, D // PARTS)
+        scores = tl.dot(opaque(k), q[part], scores)
+    scores = scores * scale
     if E4M3:
         byte = exponents(k_exponent_ptr, rows, first, seen, MASKED, HEADS)
         scores = scores * power_of_two(byte)[:, None]
@@ -182,12 +191,21 @@ def attention_kernel(
         return
     column = tl.arange(0, D)
     dim = column
-    if FORMAT != "bf16":
-        # The head dimension in the order of the operand: (word of a quarter, p high, p low, quarter, i).
-        dim = (D // 4) * ((column >> 1) & 3) + 8 * (column >> 5) + 4 * (column & 1)
-        dim += 2 * ((column >> 4) & 1) + ((column >> 3) & 1)
-    at = ((sequence * HEADS + head) * QUERIES + group)[None, :] * D + dim[:, None]
-    q = tl.load(q_ptr + at, mask=(group < QUERIES)[None, :], other=0.0)
+    query = ((sequence * HEADS + head) * QUERIES + group)[None, :] * D
+    if FORMAT == "bf16":
+        q = tl.load(q_ptr + query + column[:, None], mask=(group < QUERIES)[None, :], other=0.0)
+    else:
+        # Keys and queries in parts of at most 128: what the four threads of a row load at once, 4 words each, is what
+        # they hold of an operand. Its order of the head dimension: (word of a quarter, p high, p low, quarter, i).
+        PART: tl.constexpr = min(D, 128)
+        j = tl.arange(0, PART)
+        part_dim = (
+            (PART // 4) * ((j >> 1) & 3) + 8 * (j >> 5) + 4 * (j & 1) + 2 * ((j >> 4) & 1) + ((j >> 3) & 1)
+        )
+        q = ()
+        for i in tl.static_range(D // PART):
+            at = query + i * PART + part_dim[:, None]
+            q = q + (tl.load(q_ptr + at, mask=(group < QUERIES)[None, :], other=0.0),)
     acc = tl.zeros((D, G), tl.float32)
     sequence = sequence.to(tl.int64)
     layer = tl.load(layer_ptr).to(tl.int64) if LAYERED else tl.full((), 0, tl.int64)

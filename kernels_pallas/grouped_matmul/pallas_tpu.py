@@ -127,7 +127,7 @@ def grouped_matmul(
 
         return pl.BlockSpec((pl.squeezed, pl.squeezed, shape, width), index)
 
-    weights = contraction.weights(stack)
+    weights = contraction.weights(target.left_in_hbm(stack) if isinstance(w, Stacked) else stack)
     inputs = [contraction.arranged(operand(x) if isinstance(x, Fp4Array) else x)]
     in_specs = [pl.BlockSpec((chunks, height, contraction.chunk), lambda n, v, k, tile, *_: (k, tile[v], 0))]
     if x_scale is not None:

@@ -3,10 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache import pallas_tpu, reference, triton
-from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.cache import AppendedRows, KVCache
 from kernels_pallas.kv_cache.pages import check_cache
 
 IMPLEMENTATIONS = {
@@ -26,7 +25,7 @@ def append(
     layer: Shaped[Array, "..."] | None = None,
     page_table: Shaped[Array, "..."] | None = None,
     implementation: str | None = None,
-) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
+) -> tuple[KVCache, AppendedRows | None, AppendedRows | None]:
     """Quantize new keys and values and write them at their positions.
 
     Args:
@@ -42,8 +41,8 @@ def append(
         for entries that neither writes.
 
     Returns:
-      The cache, and the quantized rows as Fp4Array [B, T, H, Dh] for the guidance record (None for a BF16
-      cache).
+      The cache, and for the guidance record of keys and of values: the quantized rows as Fp4Array [B, T, H, Dh] and
+      the low bits of their codes, uint8 [B, T, H, Dh / 8] (None for a BF16 cache).
 
     Raises:
       TypeError or ValueError for shapes or dtypes that do not fit the cache.

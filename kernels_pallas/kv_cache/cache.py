@@ -4,10 +4,14 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, UInt8
 
 from kernels_pallas import formats
 from kernels_pallas.arrays import Fp4Array, check_block, pytree_dataclass
 from kernels_pallas.formats import Fp4Format
+
+AppendedRows = tuple[Fp4Array, UInt8[Array, "b t h d8"]]
+"""Keys or values as they were quantized, and the low bits of their codes: what `quantize_recorded` gives."""
 
 
 @pytree_dataclass()

@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt8
 
 from kernels_pallas import formats
 from kernels_pallas.arrays import Fp4Array, check_block, pytree_dataclass
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.kv_cache.pages import entry_index, write
-from kernels_pallas.quantize import quantize
+from kernels_pallas.quantize import quantize_recorded
 
 
 @pytree_dataclass()
@@ -78,7 +78,7 @@ def append_latent(
     valid: Bool[Array, "b t"],
     *,
     layer: Int32[Array, ""] | None = None,
-) -> tuple[LatentCache, Fp4Array | None]:
+) -> tuple[LatentCache, tuple[Fp4Array, UInt8[Array, "b t r8"]] | None]:
     """Quantize new latents and write them, and their RoPE keys, at their positions.
 
     Args:
@@ -89,7 +89,8 @@ def append_latent(
       valid: tokens that are not valid, or whose position lies outside the cache, are not written.
 
     Returns:
-      The cache, and the quantized rows as Fp4Array [B, T, R] for the guidance record (None if the cache is not FP4).
+      The cache, and for the guidance record the quantized rows as Fp4Array [B, T, R] with the low bits of their codes
+      [B, T, R / 8], as `quantize_recorded` gives them (None if the cache is not FP4).
 
     Raises:
       ValueError for shapes that do not fit the cache.
@@ -103,7 +104,10 @@ def append_latent(
             f"latent {latent.shape} and rope_key {rope_key.shape} do not fit the cache {cache.latent.shape} and "
             f"{cache.rope_key.shape}; expected {'[B, S, ...]' if layer is None else '[L, B, S, ...]'}"
         )
-    rows = latent.astype(cache.latent.dtype) if cache.format is None else quantize(latent, cache.format)
-    new = LatentCache(latent=rows, rope_key=rope_key.astype(cache.rope_key.dtype))
+    rows = None if cache.format is None else quantize_recorded(latent, cache.format)
+    new = LatentCache(
+        latent=latent.astype(cache.latent.dtype) if rows is None else rows[0],
+        rope_key=rope_key.astype(cache.rope_key.dtype),
+    )
     index = entry_index(positions, valid, None, cache.rope_key.shape[-3:])
-    return write(cache, new, index, layer), None if cache.format is None else rows
+    return write(cache, new, index, layer), rows

@@ -3,7 +3,8 @@
 Kernels see a cache with its entries last, [B, H x n, S]: entries fill the 128 lanes of a register, as columns of a
 weight do, and a decode step reads whole registers. [B, S, H, n] with n = Dh / 8 words would be padded to 128 lanes in
 memory, eight times its size. The transposition costs nothing where XLA may lay the cache out that way, as it may
-inside a jitted decode loop.
+inside a jitted decode loop. Where n is no whole number of a tile's 8 rows, heads stay an axis, [B, H, n, S]: to merge
+the two would move data.
 
 A token is one column. Its 128 columns are read, changed and written back.
 """
@@ -20,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kernels_pallas import target
 from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.kv_cache.cache import KVCache
+from kernels_pallas.kv_cache.cache import AppendedRows, KVCache
 from kernels_pallas.kv_cache.pages import entry_index
 from kernels_pallas.quantize import pallas_tpu as quantize_tpu
-from kernels_pallas.tiles import LANES
+from kernels_pallas.tiles import LANES, SUBLANES
 
 
 def refusal(
@@ -52,16 +53,18 @@ def cache_refusal(cache: KVCache, page_table: jax.Array | jax.ShapeDtypeStruct |
 
 
 def leaves(entries: Fp4Array | Array) -> list[Array]:
-    """The arrays of keys or values, each [..., S, H, n]."""
-    if isinstance(entries, Fp4Array):
-        return [entries.words, entries.scales, entries.row_exponent[..., None]]
-    return [entries]
+    """The arrays of keys or values, each [..., S, H, n] or, of row exponents, [..., S, H]."""
+    return (
+        [entries.words, entries.scales, entries.row_exponent] if isinstance(entries, Fp4Array) else [entries]
+    )
 
 
-def entries_last(leaf: Shaped[Array, "... s h n"], stacked: bool) -> Shaped[Array, "l b rows s"]:
-    """A cache array as kernels see it, with an axis of layers."""
-    leaf = leaf if stacked else leaf[None]
-    return leaf.reshape(*leaf.shape[:3], -1).swapaxes(-1, -2)
+def entries_last(leaf: Shaped[Array, "..."], stacked: bool) -> Shaped[Array, "..."]:
+    """A cache array [..., S, H, n] or [..., S, H] as kernels see it: [L, B, H x n, S] or [L, B, H, n, S]."""
+    leaf = jnp.moveaxis(leaf if stacked else leaf[None], 2, -1)
+    if leaf.ndim == 5 and leaf.shape[3] % SUBLANES == 0:
+        return leaf.reshape(*leaf.shape[:2], -1, leaf.shape[-1])
+    return leaf
 
 
 def append(
@@ -73,28 +76,37 @@ def append(
     *,
     layer: Int32[Array, ""] | None = None,
     page_table: Int32[Array, "b pages"] | None = None,
-) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
+) -> tuple[KVCache, AppendedRows | None, AppendedRows | None]:
     """See `api.append`."""
     if cache.format is None:
         new, quantized = (k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)), (None, None)
     else:
-        options = {"axis": -1, "row_axes": (-1,), "scale_rule": "amax"}
-        new = quantized = tuple(quantize_tpu.quantize(a, cache.format, **options) for a in (k, v))
+        quantized = tuple(quantize_tpu.quantize_recorded(a, cache.format) for a in (k, v))
+        new = tuple(rows for rows, _ in quantized)
     # One pair (sequence or page, entry) per token; out of range where nothing is to be written.
     index = [
         a[:, 0] for a in jnp.broadcast_arrays(*entry_index(positions, valid, page_table, cache.k.shape[-4:]))
     ]
     inside = (index[0] < cache.k.shape[-4]) & (index[1] < cache.k.shape[-3])
     old, structure = jax.tree.flatten(cache)
+    stacked = layer is not None
+    arrays = [entries_last(leaf, stacked) for a in (cache.k, cache.v) for leaf in leaves(a)]
+    rows = [leaf for a in new for leaf in leaves(a)]
     written = _write(
-        [entries_last(leaf, layer is not None) for a in (cache.k, cache.v) for leaf in leaves(a)],
-        [leaf.reshape(leaf.shape[0], -1) for a in new for leaf in leaves(a)],
+        target.left_in_hbm(arrays) if stacked else arrays,
+        [row.reshape(row.shape[0], *leaf.shape[2:-1]) for row, leaf in zip(rows, arrays, strict=True)],
         index,
         inside,
         jnp.zeros((1,), jnp.int32) if layer is None else layer[None],
     )
-    written = [leaf.swapaxes(-1, -2).reshape(before.shape) for leaf, before in zip(written, old, strict=True)]
+    written = [_entries_third(leaf, before.shape, stacked) for leaf, before in zip(written, old, strict=True)]
     return jax.tree.unflatten(structure, written), *quantized
+
+
+def _entries_third(leaf: Shaped[Array, "..."], shape: tuple[int, ...], stacked: bool) -> Shaped[Array, "..."]:
+    """`entries_last` undone: a cache array of `shape`."""
+    heads = shape[3 if stacked else 2 :]
+    return jnp.moveaxis(leaf.reshape(*leaf.shape[:2], *heads, leaf.shape[-1]), -1, 2).reshape(shape)
 
 
 def _write(
@@ -104,7 +116,7 @@ def _write(
     inside: Bool[Array, " b"],
     layer: Int32[Array, " 1"],
 ) -> Sequence[Array]:
-    """Set column `index` of each array [L, B, rows, S] to a row of `new` [B, rows] where `inside`."""
+    """Set entry `index` of each array [L, B, ..., S] to a row of `new` [B, ...] where `inside`."""
     batch = inside.shape[0]
     # A token that is not written stays with the columns of the one before it, or of the first that is: blocks that no
     # other step holds. Without any, all steps leave the first columns as they are.
@@ -113,16 +125,22 @@ def _write(
     owner = jnp.where(last < 0, jnp.argmax(inside).astype(jnp.int32), last)
     row, entry = (jnp.where(jnp.any(inside), a[owner], 0) for a in index)
     # Tokens lie along lanes here, too, and as 32-bit integers, which a kernel can move from lane to lane.
-    new = [_as_int32(leaf).T for leaf in new]
+    new = [jnp.moveaxis(_as_int32(leaf), 0, -1) for leaf in new]
 
     def cache_spec(leaf):
-        shape = (pl.squeezed, pl.squeezed, leaf.shape[2], LANES)
-        return pl.BlockSpec(
-            shape, lambda b, row, entry, _, layer: (layer[0], row[b], 0, lax.div(entry[b], LANES))
-        )
+        rows = leaf.shape[2:-1]
+
+        def index(b, row, entry, _, layer):
+            return layer[0], row[b], *(0,) * len(rows), lax.div(entry[b], LANES)
+
+        return pl.BlockSpec((pl.squeezed, pl.squeezed, *rows, LANES), index)
+
+    def new_spec(leaf):
+        rows = leaf.shape[:-1]
+        return pl.BlockSpec((*rows, LANES), lambda b, *_: (*(0,) * len(rows), lax.div(b, LANES)))
 
     cache_specs = [cache_spec(leaf) for leaf in cache]
-    new_specs = [pl.BlockSpec((leaf.shape[0], LANES), lambda b, *_: (0, lax.div(b, LANES))) for leaf in new]
+    new_specs = [new_spec(leaf) for leaf in new]
     return pl.pallas_call(
         functools.partial(_kernel, count=len(cache)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -152,8 +170,9 @@ def _kernel(row, entry, inside, _, *refs, count: int):
         lane = lax.rem(entry[step], LANES)
         shift = lax.rem(lane - lax.rem(step, LANES) + LANES, LANES)
         for new_ref, out_ref in zip(new_refs, out_refs, strict=True):
-            new = pltpu.roll(new_ref[...], shift, 1)
-            here = lax.broadcasted_iota(jnp.int32, new.shape, 1) == lane
+            new = new_ref[...]
+            new = pltpu.roll(new, shift, new.ndim - 1)
+            here = lax.broadcasted_iota(jnp.int32, new.shape, new.ndim - 1) == lane
             out_ref[...] = _from_int32(jnp.where(here, new, _as_int32(out_ref[...])), out_ref.dtype)
 
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from kernels_pallas import triton_bridge
-from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
-from kernels_pallas.kv_cache.cache import KVCache, init_cache
+from kernels_pallas.kv_cache.cache import AppendedRows, KVCache, init_cache
 from kernels_pallas.quantize.triton import (
     fp4_array,
     fp4_shapes,
@@ -52,7 +51,7 @@ def append(
     *,
     layer: Int32[Array, ""] | None = None,
     page_table: Int32[Array, "b pages"] | None = None,
-) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
+) -> tuple[KVCache, AppendedRows | None, AppendedRows | None]:
     """See `api.append`."""
     from kernels_pallas.kv_cache.triton_kernels import append_bf16_kernel, append_fp4_kernel
 
@@ -63,7 +62,7 @@ def append(
     rows, size = k.shape
     block = COPIED if format is None else format.block
     if format is not None:
-        outputs += 2 * fp4_shapes(rows, size, format, False)
+        outputs += 2 * fp4_shapes(rows, size, format, True)
     options = launch_options(rows, size, block, small_tile(rows, size, block))
     options["grid"] = (*options["grid"], 2)  # keys and values
     # What is not given is not read: any array stands in its place.
@@ -93,8 +92,8 @@ def append(
     cache = jax.tree.unflatten(tree, new[: len(old)])
     if format is None:
         return cache, None, None
-    rows_of = new[len(old) :]
-    return cache, fp4_array(rows_of[:3], lead, format), fp4_array(rows_of[3:], lead, format)
+    appended = (new[len(old) :][:4], new[len(old) :][4:])
+    return cache, *((fp4_array(leaves, lead, format), bits.reshape(*lead, -1)) for *leaves, bits in appended)
 
 
 def _rounded(x: Float[Array, "b t h d"], format: Fp4Format | None) -> BFloat16[Array, "rows d"]:

@@ -4,7 +4,7 @@ import triton.language as tl
 
 from kernels_pallas.triton_fp4 import load_block, store_words
 from kernels_pallas.triton_jit import jit
-from kernels_pallas.triton_rows import load_rows, quantized_rows, store_fp4, tile_rows
+from kernels_pallas.triton_rows import load_rows, quantized_rows, store_fp4, store_low_bits, tile_rows
 
 
 @jit
@@ -12,12 +12,14 @@ def append_fp4_kernel(
     k_ptr, v_ptr, positions_ptr, valid_ptr, page_table_ptr, layer_ptr,
     k_words_in, k_scales_in, k_exponent_in, v_words_in, v_scales_in, v_exponent_in, rows,
     k_words_ptr, k_scales_ptr, k_exponent_ptr, v_words_ptr, v_scales_ptr, v_exponent_ptr,
-    k_row_words_ptr, k_row_scales_ptr, k_row_exponent_ptr, v_row_words_ptr, v_row_scales_ptr, v_row_exponent_ptr,
+    k_row_words_ptr, k_row_scales_ptr, k_row_exponent_ptr, k_low_bits_ptr,
+    v_row_words_ptr, v_row_scales_ptr, v_row_exponent_ptr, v_low_bits_ptr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, LENGTH: tl.constexpr, SEQUENCES: tl.constexpr,
     PAGES: tl.constexpr, LAYERED: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows [token, head] of k and v (grid axis 1), write them to the cache in place and to arrays of rows.
+    """Quantize rows [token, head] of k and v (grid axis 1), write them to the cache in place, with low bits to
+    arrays of rows.
 
     The `_in` pointers are those of the cache before it is written: the same buffers.
     """
@@ -28,19 +30,21 @@ def append_fp4_kernel(
     )  # fmt: skip
     if tl.program_id(1) == 0:
         _append_fp4(
-            k_ptr, k_words_ptr, k_scales_ptr, k_exponent_ptr, k_row_words_ptr, k_row_scales_ptr, k_row_exponent_ptr,
+            k_ptr, k_words_ptr, k_scales_ptr, k_exponent_ptr,
+            k_row_words_ptr, k_row_scales_ptr, k_row_exponent_ptr, k_low_bits_ptr,
             start, row, block, inside, mask, entry, written, SIZE, BLOCK, ROWS, MASKED,
         )  # fmt: skip
     else:
         _append_fp4(
-            v_ptr, v_words_ptr, v_scales_ptr, v_exponent_ptr, v_row_words_ptr, v_row_scales_ptr, v_row_exponent_ptr,
+            v_ptr, v_words_ptr, v_scales_ptr, v_exponent_ptr,
+            v_row_words_ptr, v_row_scales_ptr, v_row_exponent_ptr, v_low_bits_ptr,
             start, row, block, inside, mask, entry, written, SIZE, BLOCK, ROWS, MASKED,
         )  # fmt: skip
 
 
 @jit
 def _append_fp4(
-    x_ptr, words_ptr, scales_ptr, exponent_ptr, row_words_ptr, row_scales_ptr, row_exponent_ptr,
+    x_ptr, words_ptr, scales_ptr, exponent_ptr, row_words_ptr, row_scales_ptr, row_exponent_ptr, low_bits_ptr,
     start, row, block, inside, mask, entry, written,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +54,7 @@ def _append_fp4(
         row_words_ptr + start * (SIZE // 8), row_scales_ptr + start * (SIZE // BLOCK), row_exponent_ptr + start,
         codes, byte, exponent, row, block, inside, mask, SIZE, BLOCK, MASKED,
     )  # fmt: skip
+    store_low_bits(low_bits_ptr, codes, start, row, block, mask, SIZE, BLOCK)
     store_fp4(
         words_ptr, scales_ptr, exponent_ptr, codes, byte, exponent, entry, block, written,
         mask & written[:, None], SIZE, BLOCK, True,

@@ -35,8 +35,8 @@ def filled(k, v, format, start=0):
     """A cache with k and v from `start` on, and the values that it holds there."""
     cache = init_cache(C.batch, C.length, C.kv_heads, C.head_dim, format)
     positions = start + jnp.tile(jnp.arange(k.shape[1], dtype=jnp.int32), (C.batch, 1))
-    cache, k_q, v_q = append(cache, k, v, positions, jnp.ones(positions.shape, bool))
-    return cache, positions, *((k, v) if format is None else (dequantize(k_q), dequantize(v_q)))
+    cache, *appended = append(cache, k, v, positions, jnp.ones(positions.shape, bool))
+    return cache, positions, *((k, v) if format is None else (dequantize(rows) for rows, _ in appended))
 
 
 def dense(q, k, v, mask):

@@ -11,7 +11,7 @@ from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.kv_cache import KVCache, append, init_cache
 from kernels_pallas.kv_cache.api import IMPLEMENTATIONS
 from kernels_pallas.kv_cache.shapes import SHAPES
-from kernels_pallas.quantize import dequantize, quantize
+from kernels_pallas.quantize import dequantize, quantize_recorded
 from tests.kernels_pallas.serving import served
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
@@ -36,9 +36,10 @@ def new_rows(rng, tokens=TINY.tokens, dtype=jnp.bfloat16):
 def test_rows_are_quantized_one_per_token_and_head_and_written_at_their_positions(run, rng, format):
     k, v = new_rows(rng)
     positions = jnp.int32([[0, 1, 2, 3, 4], [7, 3, 23, 0, 11], [5, 6, 7, 8, 9]])
-    cache, k_q, v_q = run(empty(format), k, v, positions, jnp.ones((3, 5), bool))
-    for entries, returned, rows in ((cache.k, k_q, k), (cache.v, v_q, v)):
-        expected = jax.jit(lambda a: quantize(a, format))(rows)
+    cache, *appended = run(empty(format), k, v, positions, jnp.ones((3, 5), bool))
+    for entries, (returned, bits), rows in zip((cache.k, cache.v), appended, (k, v), strict=True):
+        expected, expected_bits = jax.jit(lambda a: quantize_recorded(a, format))(rows)
+        np.testing.assert_array_equal(np.asarray(bits), np.asarray(expected_bits))
         assert returned.row_exponent.shape == (3, 5, TINY.kv_heads)
         for leaf, got, stored in zip(*map(jax.tree.leaves, (expected, returned, entries)), strict=True):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(leaf))
@@ -97,7 +98,7 @@ def test_stacked_layers_scan(run, rng):
     positions, valid = jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool)
 
     def layer(_, c):
-        c, k_q, _ = run(c, k, v, positions, valid)
+        c, (k_q, _), _ = run(c, k, v, positions, valid)
         return None, (c, k_q)
 
     _, (new, k_q) = jax.jit(lambda c: jax.lax.scan(layer, None, c))(cache)
@@ -113,7 +114,7 @@ def test_named_shapes_are_served_at_a_little_over_four_bits(run, name):
     rows = jax.ShapeDtypeStruct((shape.batch, shape.tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     positions = jax.ShapeDtypeStruct((shape.batch, shape.tokens), jnp.int32)
     valid = jax.ShapeDtypeStruct((shape.batch, shape.tokens), jnp.bool_)
-    out, k_q, _ = jax.eval_shape(run, cache, rows, rows, positions, valid)
+    out, (k_q, _), _ = jax.eval_shape(run, cache, rows, rows, positions, valid)
     assert jax.tree.structure(out) == jax.tree.structure(cache) and k_q.shape == rows.shape
     assert cache.k.nbytes * 8 <= 4.8 * np.prod(cache.k.shape)
 

@@ -26,7 +26,13 @@ def poisoned_rows(q: Fp4Array) -> Bool[Array, "*rows"]:
     return jnp.any(q.scales == q.format.poison, axis=-1)
 
 
-def capture_site(site: str, q: Fp4Array, valid: Bool[Array, "B T"], spec: GuidanceSpec) -> SiteRecord:
+def capture_site(
+    site: str,
+    q: Fp4Array,
+    valid: Bool[Array, "B T"],
+    spec: GuidanceSpec,
+    mantissa: UInt8[Array, "*rows K8"] | None = None,
+) -> SiteRecord:
     """Record of one layer's rows: everything the trainer needs, and nothing for rows that are padding.
 
     Args:
@@ -34,12 +40,15 @@ def capture_site(site: str, q: Fp4Array, valid: Bool[Array, "B T"], spec: Guidan
         q: `[B, T, ..., K]` quantized along its last axis.
         valid: rows that really were fed.
         spec: what to keep.
+        mantissa: `mantissa_bits` of `q`, where the kernel that quantized it gave them; else they are made here.
     """
+    if spec.mode == "mantissa" and mantissa is None:
+        mantissa = mantissa_bits(q.words)
     keep = valid.reshape(*valid.shape, *(1,) * (q.row_exponent.ndim - 2)) & ~poisoned_rows(q)
     return SiteRecord(
         row_exponent=jnp.where(keep, q.row_exponent, jnp.uint8(0)),
         scales=compact_scales(q.scales) if spec.compact_scales else q.scales,
-        mantissa=mantissa_bits(q.words) if spec.mode == "mantissa" else None,
+        mantissa=mantissa if spec.mode == "mantissa" else None,
         words=q.words if spec.mode == "full" else None,
         site=site,
         spec=spec,

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from trace_jax.models.activations import clamped_swiglu, expert_bias
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.dispatch import expert_matmul, make_dispatch
-from trace_jax.models.layers import LayerInputs, linear, norm_gain, param, rms_norm, swiglu, wide
+from trace_jax.models.layers import LayerInputs, gain_of, linear, norm_gain, param, swiglu, wide
 from trace_jax.models.router import route
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, Numerics, cast_weight
 
@@ -51,11 +51,13 @@ class MoE(nnx.Module):
         c, k = config, config.experts_per_token
         batch, length, _ = x.shape
         tokens = batch * length
-        h = rms_norm(x, self.norm, c.norm_eps, centred=c.centred_norms)
+        captured = {}
+        gain = gain_of(self.norm, x.dtype, c.centred_norms)
+        h, rows, captured[EXPERT_INPUT] = numerics.norm_activation(
+            EXPERT_INPUT, x, gain, c.norm_eps, inputs.guides
+        )
         own_experts, experts, gates = self.route(h, inputs.routes, c)
         dispatch = make_dispatch(experts.reshape(tokens, k), c.num_experts)
-        captured = {}
-        rows, captured[EXPERT_INPUT] = numerics.activation(EXPERT_INPUT, h, inputs.guides)
         gate_up = numerics.expert_weight("gate_up", self.gate_up.get_value(), inputs.weight_guides, c.dtype)
         down = numerics.expert_weight("down", self.down.get_value(), inputs.weight_guides, c.dtype)
 

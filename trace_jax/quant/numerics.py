@@ -1,7 +1,8 @@
 """What differs between BF16, packed-FP4 rollout and fake-quant training, as one explicit argument of the model.
 
-A model calls `activation` at every quantization site and `expert_weight` for every expert matrix; it never asks in
-which mode it runs. Objects are static (hashable); everything that changes from step to step is an argument.
+A model calls `activation` at every quantization site (`norm_activation` where an RMSNorm comes before it) and
+`expert_weight` for every expert matrix; it never asks in which mode it runs. Objects are static (hashable); everything
+that changes from step to step is an argument.
 """
 
 import dataclasses
@@ -12,9 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels_pallas import norms
 from kernels_pallas.arrays import Fp4Array, Fp4Codes, Stacked
 from kernels_pallas.guided_round import Guide, guided_round, guided_values, usable_rows
-from kernels_pallas.quantize import dequantize, quantize, quantize_codes
+from kernels_pallas.quantize import (
+    dequantize,
+    quantize,
+    quantize_codes,
+    quantize_recorded,
+    rms_norm_quantize,
+)
 from trace_jax.guidance import GuidanceSpec, SiteRecord, capture_site, pack_layer, take_rows
 from trace_jax.quant.fake_quant import cast_weight, straight_through
 from trace_jax.quant.plan import SITES, QuantPlan
@@ -33,6 +41,13 @@ class Numerics(Protocol):
     def activation(self, site: str, x: jax.Array, guides: Guides) -> tuple[Any, Any]:
         """Operand for the GEMM at `site`, and what to keep of it. `x` is `[B, T, ..., K]`."""
 
+    def norm_activation(
+        self, site: str, x: jax.Array, gain: jax.Array, eps: float, guides: Guides
+    ) -> tuple[jax.Array, Any, Any]:
+        """h = `norms.rms_norm(x, gain, eps)`, and `activation` of h. `gain` is rounded as a rollout's weights are."""
+        h = norms.rms_norm(x, gain, eps)
+        return h, *self.activation(site, h, guides)
+
     def expert_weight(self, name: str, w: Any, guides: dict[str, Fp4Array] | None, dtype: str) -> Any:
         """Operand of the expert matrices `[E, K, N]`; packed ones come as one layer of the stack (`Stacked`)."""
 
@@ -43,8 +58,11 @@ class Numerics(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedNumerics:
+class PackedNumerics(Numerics):
     """The rollout: packed FP4 expert weights, activations quantized on the fly, records captured.
+
+    What it keeps of a site is `(rows, low bits of their codes)`, as kernels give them in the pass that quantizes; the
+    bits are None where no record asks for them.
 
     Args:
         plan: which tensors are FP4.
@@ -59,25 +77,43 @@ class PackedNumerics:
     def activation(self, site, x, guides):
         if not self.plan.quantizes(site):
             return x, None
-        q = quantize(x, self.plan.fp4, scale_rule=self.plan.scale_rule)
-        return q, q
+        if self.plan.scale_rule == "amax" and self._records_bits(site):
+            q, bits = quantize_recorded(x, self.plan.fp4)
+        else:
+            q, bits = quantize(x, self.plan.fp4, scale_rule=self.plan.scale_rule), None
+        return q, (q, bits)
+
+    def norm_activation(self, site, x, gain, eps, guides):
+        # Gains of norms centred at one are wider than BF16, which the kernels hold them in.
+        fused = self.plan.quantizes(site) and self.plan.scale_rule == "amax"
+        if not fused or not x.dtype == gain.dtype == jnp.bfloat16:
+            return super().norm_activation(site, x, gain, eps, guides)
+        h, q, bits = rms_norm_quantize(x, gain, eps, self.plan.fp4)
+        return h, q, (q, bits)
+
+    def _records_bits(self, site: str) -> bool:
+        return self.record is not None and self.record.mode == "mantissa" and site in self.record.sites
 
     def expert_weight(self, name, w, guides, dtype):
         return w
 
     def collect(self, captured, valid, guided):
-        codes = {site: captured[site] for site in SITES if isinstance(captured.get(site), Fp4Array)}
-        record = None
+        rows = {site: captured[site] for site in SITES if captured.get(site) is not None}
+        record = audit = None
         if guided and self.record is not None:
             # By groups of sites, since a layer may lack some: each group leaves in one write.
             record = {
-                group[0]: pack_layer({s: capture_site(s, codes[s], valid, self.record) for s in group})
+                group[0]: pack_layer(
+                    {
+                        site: capture_site(site, rows[site][0], valid, self.record, rows[site][1])
+                        for site in group
+                    }
+                )
                 for group in self.record.groups
-                if set(group) <= set(codes)
+                if set(group) <= set(rows)
             }
-        audit = (
-            {site: take_rows(q, self.audit_rows) for site, q in codes.items()} if self.audit_rows else None
-        )
+        if self.audit_rows:
+            audit = {site: take_rows(q, self.audit_rows) for site, (q, _) in rows.items()}
         return record, audit
 
 
@@ -139,7 +175,7 @@ def audit_site(used: Fp4Codes, x: jax.Array, guide: Guide | None, plan: QuantPla
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bf16Numerics:
+class Bf16Numerics(Numerics):
     """No quantization: the yardstick, and the trainer of `bf16` and `fp4_rollout`.
 
     Args:
@@ -167,7 +203,7 @@ class Bf16Numerics:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FakeQuantNumerics:
+class FakeQuantNumerics(Numerics):
     """The trainer: fake-quantized experts and KV, guided where `guides` holds a record.
 
     Args:

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
+from kernels_pallas import norms
 from kernels_pallas.guided_round import guided_values
 from kernels_pallas.quantize import dequantize, quantize_codes
 from tests.trace_jax import small
@@ -46,6 +47,10 @@ class FrozenErrors:
 
     def activation(self, site, x, guides):
         return x + guides[site], None
+
+    def norm_activation(self, site, x, gain, eps, guides):
+        h = norms.rms_norm(x, gain, eps)
+        return h, *self.activation(site, h, guides)
 
     def expert_weight(self, name, w, guides, dtype):
         return w + guides[name]

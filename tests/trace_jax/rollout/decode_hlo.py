@@ -1,0 +1,125 @@
+"""Compiles a decode chunk of a small FP4 model for a real TPU, without one, and prints what is as large as a layer.
+
+    python -m tests.trace_jax.rollout.decode_hlo
+
+prints JSON: `least`, the bytes of the smallest packed array of one layer, experts or cache; `kernels`, how often the
+decode loop calls each; `large`, every instruction that leaves an array of at least `least` bytes (operation and
+shape), but for what names, groups or passes on other arrays, and for kernels that write the cache in place; apart those
+outside all loops. Needs libtpu (`pip install .[tpu]`) and a process of its own.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# A layer's packed arrays, the smallest of which are scales of `down` (32 x 24 x 512 bytes), are larger than the dense
+# weights of its attention (512 x 256 in BF16) and than all activations; a stack of them need not fit VMEM to be left.
+MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "experts_per_token": 2,
+    "expert_hidden_size": 384,
+}
+PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS, CHUNK = 4, 2, 768, 23808, 4
+PASSED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+class Instruction(NamedTuple):
+    computation: str
+    operation: str
+    shapes: tuple[str, ...]
+    bytes: int  # of its largest array
+    line: str
+
+
+def instructions(hlo: str) -> Iterator[Instruction]:
+    """Of a compiled module's text, without those inside fusions, whose arrays are not in memory."""
+    computation = ""
+    for line in hlo.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            computation = "ENTRY" if header.group(1) else header.group(2)
+        elif found := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(", line):
+            shapes = re.findall(r"\b(\w+)\[([\d,]*)\]", found.group(1))
+            sizes = [BYTES.get(t, 8) * math.prod(map(int, filter(None, n.split(",")))) for t, n in shapes]
+            if "fused_computation" not in computation:
+                names = tuple(f"{t}[{n}]" for t, n in shapes)
+                yield Instruction(computation, found.group(2), names, max(sizes, default=0), line)
+
+
+def compiled() -> tuple[str, int]:
+    """The optimised HLO of `Sampler._decode`, and the bytes of the smallest packed array of a layer."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    from kernels_pallas.arrays import Fp4Array
+    from kernels_pallas.target import Target, target
+    from trace_jax.guidance import GuidanceSpec
+    from trace_jax.models import ModelConfig, abstract
+    from trace_jax.quant import QuantPlan, rollout_weights
+    from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
+
+    model, plan = ModelConfig(**MODEL), QuantPlan()
+    graphdef, masters = abstract(model)
+    sampler = Sampler(
+        graphdef,
+        model,
+        RolloutConfig(num_prompts=PROMPTS, group_size=GROUP, prompt_length=PROMPT_LENGTH, chunk=CHUNK),
+        SamplingConfig(max_new_tokens=NEW_TOKENS, stop_tokens=(2,)),
+        plan=plan,
+        record=GuidanceSpec(layers=(2, 3)),
+    )
+    tokens = jax.ShapeDtypeStruct((PROMPTS, PROMPT_LENGTH), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((PROMPTS,), jnp.int32)
+    params = jax.eval_shape(lambda masters: rollout_weights(masters, plan, model.dtype), masters)
+    state = jax.eval_shape(sampler._prefill, params, tokens, lengths)[0]
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), PROMPTS * GROUP))
+    device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    place = SingleDeviceSharding(device)
+    arguments = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (params, state, keys)
+    )
+    with target(Target(generation=5)):
+        lowered = Sampler._decode.trace(sampler, *arguments).lower(lowering_platforms=("tpu",))
+    packed = [
+        a
+        for a in jax.tree.leaves((params, state.cache), is_leaf=lambda a: isinstance(a, Fp4Array))
+        if isinstance(a, Fp4Array)
+    ]
+    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [state.cache.k.row_exponent]
+    least = min(a.size * a.dtype.itemsize // MODEL["num_layers"] for a in arrays)
+    return lowered.compile().as_text(), least
+
+
+def report(hlo: str, least: int) -> dict:
+    """See the module."""
+    found = {"least": least, "kernels": {}, "large": [], "large_outside_loops": []}
+    for i in instructions(hlo):
+        kernel = re.search(r'op_name="[^"]*/(\w+)/pallas_call"', i.line)
+        if i.operation == "custom-call" and kernel:
+            found["kernels"][kernel.group(1)] = found["kernels"].get(kernel.group(1), 0) + 1
+            if "output_to_operand_aliasing" in i.line:
+                continue
+        if i.bytes >= least and i.operation not in PASSED_ON:
+            outside = i.computation == "ENTRY"
+            found["large_outside_loops" if outside else "large"].append(f"{i.operation} {' '.join(i.shapes)}")
+    return found
+
+
+def main() -> None:
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    print(json.dumps(report(*compiled())))
+
+
+if __name__ == "__main__":
+    main()
