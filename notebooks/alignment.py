@@ -46,7 +46,7 @@ from kernels_pallas.quantize import dequantize, quantize
 from trace_jax.config import from_mapping
 from trace_jax.guidance import RecordError
 from trace_jax.guidance.budget import bytes_per_token, site_budget
-from trace_jax.rl import make_batch, row_shapes
+from trace_jax.rl import make_batch
 from trace_jax.rl.recorded import open_step, stored_steps, view_as
 from trace_jax.rl.run import RunConfig, train, with_vocabulary
 from trace_jax.rl.warmstart import WarmStartConfig, warm_start
@@ -278,7 +278,7 @@ for name, record in records.items():
     spec = methods[name].record_spec(model)
     bits = rows = 0.0
     if spec:
-        budgets = [site_budget(r, row_shapes(model)[site][-1]) for site, r in record.sites.items()]
+        budgets = [site_budget(r, model.row_shape(site)[-1]) for site, r in record.sites.items()]
         bits, rows = np.mean([b.bits_per_value for b in budgets]), budgets[0].row_bytes
     measured = f"{gap[name]:>15.2g}" if name in gap else ""
     print(f"{name:<22}{bits:>14.4g}{rows:>15.0f}{bytes_per_token(record):>15.1f}{measured}")

@@ -136,7 +136,8 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         # dacite would take the string apart into its characters.
         raise ConfigError(f"{key}: expected {_type_name(hint)}, got {value!r} (str)")
     if isinstance(value, list) and collections == {tuple}:
-        return tuple(value)
+        element = next(typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple)
+        return tuple(_convert(f"{key}[{i}]", item, element) for i, item in enumerate(value))
     if isinstance(value, Mapping) and len(options) == 1 and dataclasses.is_dataclass(options[0]):
         return from_mapping(options[0], value, prefix=key)
     return value

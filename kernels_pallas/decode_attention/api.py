@@ -22,19 +22,22 @@ def attend(
     mask: Bool[Array, "b t s"],
     *,
     scale: float | None = None,
+    sinks: Shaped[Array, "..."] | None = None,
 ) -> Float[Array, "b t hq dv"]:
     """Grouped-query attention of q over k and v where `mask`; what the trainer runs.
 
     Scores and softmax in FP32, probabilities cast to the dtype of `q` for the second GEMM, FP32 accumulation.
     Query heads hq = g x h are grouped by KV head (query head i uses KV head i // g). A query whose mask is
-    all False gives zeros. `scale` multiplies the scores, d^-0.5 unless stated. Differentiable; backward GEMMs
-    have operands of the dtype of `q`.
+    all False gives zeros. `scale` multiplies the scores, d^-0.5 unless stated. `sinks`, FP32 or wider, as in
+    `attention`. Differentiable; backward GEMMs have operands of the dtype of `q`.
     """
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} KV heads; expected a multiple")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype: cast them")
-    return reference.attend(q, k, v, mask, scale=scale)
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks has shape {sinks.shape}; expected {q.shape[2:3]} [Hq]")
+    return reference.attend(q, k, v, mask, scale=scale, sinks=sinks)
 
 
 def attention(

@@ -26,6 +26,7 @@ def attend(
     mask: Bool[Array, "b t s"],
     *,
     scale: float | None = None,
+    sinks: Float[Array, " hq"] | None = None,
 ) -> Float[Array, "b t hq dv"]:
     """See `api.attend`."""
     batch, tokens, q_heads, dim = q.shape
@@ -36,8 +37,14 @@ def attend(
     scores = dots.einsum("bthgd,bshd->bhgts", grouped, k) * (dim**-0.5 if scale is None else scale)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0.0, peak))
+    if sinks is not None:
+        sinks = sinks.reshape(1, heads, -1, 1, 1)
+        peak = jnp.maximum(peak, sinks)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - peak)
     weights = weights / jnp.where(total == 0.0, 1.0, total)  # a query that sees nothing gives zeros
     out = dots.einsum("bhgts,bshd->bthgd", weights.astype(q.dtype), v)
     return out.reshape(batch, tokens, q_heads, v.shape[-1]).astype(q.dtype)

@@ -1,6 +1,10 @@
 """Where the entries of a cache lie: in one row per sequence, or in pages that a table names."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
 
 from kernels_pallas.kv_cache.cache import KVCache
@@ -50,3 +54,23 @@ def entry_index(
     position = jnp.clip(positions, 0, capacity - 1)
     page = jnp.take_along_axis(page_table, position // size, axis=1)
     return jnp.where(inside & (page >= 0), page, rows), position % size
+
+
+def write(
+    cache: Any,
+    rows: Any,
+    index: tuple[Int32[Array, "b _"], Int32[Array, "b t"]],
+    layer: Int32[Array, ""] | None,
+) -> Any:
+    """The cache with `rows`, a tree like it, written at `index` in plain JAX; of `layer` only, if it is stacked."""
+
+    def put(old, row):
+        if layer is None:
+            return old.at[index].set(row, mode="drop")
+        if old.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+            # XLA:CPU scatters BF16 by way of a float32 copy of the operand: of one layer, not of the whole stack.
+            alone = lax.dynamic_index_in_dim(old, layer, keepdims=False).at[index].set(row, mode="drop")
+            return lax.dynamic_update_index_in_dim(old, alone, layer, 0)
+        return old.at[layer, *index].set(row, mode="drop")
+
+    return jax.tree.map(put, cache, rows)

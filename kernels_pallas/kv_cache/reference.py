@@ -1,13 +1,10 @@
 """Writes to the KV cache in plain JAX."""
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.kv_cache.cache import KVCache
-from kernels_pallas.kv_cache.pages import entry_index
+from kernels_pallas.kv_cache.pages import entry_index, write
 from kernels_pallas.quantize.reference import quantize
 
 
@@ -23,21 +20,8 @@ def append(
 ) -> tuple[KVCache, Fp4Array | None, Fp4Array | None]:
     """See `api.append`."""
     index = entry_index(positions, valid, page_table, cache.k.shape[-4:])
-
-    def put(old, row):
-        if layer is None:
-            return old.at[index].set(row, mode="drop")
-        if old.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-            # XLA:CPU scatters BF16 by way of a float32 copy of the operand: of one layer, not of the whole stack.
-            alone = lax.dynamic_index_in_dim(old, layer, keepdims=False).at[index].set(row, mode="drop")
-            return lax.dynamic_update_index_in_dim(old, alone, layer, 0)
-        return old.at[layer, *index].set(row, mode="drop")
-
-    def write(entries, new):
-        return jax.tree.map(put, entries, new)
-
     if cache.format is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-        return KVCache(k=write(cache.k, k), v=write(cache.v, v)), None, None
+        return write(cache, KVCache(k=k, v=v), index, layer), None, None
     k_q, v_q = quantize(k, cache.format), quantize(v, cache.format)
-    return KVCache(k=write(cache.k, k_q), v=write(cache.v, v_q)), k_q, v_q
+    return write(cache, KVCache(k=k_q, v=v_q), index, layer), k_q, v_q

@@ -138,7 +138,7 @@ def test_a_truncated_checkpoint_names_the_file_and_the_good_one(finished, tmp_pa
 def test_a_checkpoint_of_another_model(finished):
     config, _ = finished
     other = ModelConfig(**{**dataclasses.asdict(config.model), "num_layers": 3, "vocab_size": 17})
-    with pytest.raises(CheckpointError, match=r"blocks.*\[2, 32\].*\[3, 32\]"):
+    with pytest.raises(CheckpointError, match=r"moe.*\[2, 32\].*\[3, 32\]"):
         load_params(Path(config.root) / "run", other)
 
 
@@ -152,17 +152,17 @@ def test_nan_in_the_weights_is_named_and_the_last_good_checkpoint_stays(finished
     def poison_third(self, state, *args, **kwargs):
         state, *rest = step(self, state, *args, **kwargs)
         if loop.step == 2:
-            down = state.params["blocks"]["moe"]["down"]
+            down = state.params["moe"]["down"]
             down.set_value(down.get_value().at[1, 0, 0, 0].set(jnp.nan))
         return (state, *rest)
 
     monkeypatch.setattr(Trainer, "step", poison_third)
-    with pytest.raises(NonFiniteError, match=r"blocks\.moe\.down.*NaN or Inf \(1 of"):
+    with pytest.raises(NonFiniteError, match=r"moe\.down.*NaN or Inf \(1 of"):
         train(config, loop=loop)
     checkpoints = Checkpoints(tmp_path / "poisoned" / "checkpoints")
     assert checkpoints.latest_step() == 2
     params = load_params(tmp_path / "poisoned", loop.model)
-    assert np.isfinite(np.asarray(params["blocks"]["moe"]["down"].get_value())).all()
+    assert np.isfinite(np.asarray(params["moe"]["down"].get_value())).all()
     assert [row["step"] for row in read_metrics(tmp_path / "poisoned" / "metrics.jsonl")] == [0, 1]
 
 

@@ -175,6 +175,31 @@ def test_scale_replaces_the_default(rng):
     np.testing.assert_array_equal(np.asarray(doubled), np.asarray(default))
 
 
+def test_sinks_join_the_softmax_and_take_a_gradient(rng):
+    """A sink is one more entry of value zero, whose score is the sink, also for a query that sees nothing else."""
+    q, k, v = (rng.standard_normal((2, 3, heads, 8)) for heads in (4, 2, 2))
+    sinks = rng.standard_normal(4) * 2
+    mask = np.broadcast_to(np.tril(np.ones((3, 3), bool)), (2, 3, 3)).copy()
+    mask[1, 0] = False
+
+    # The same by hand: one more dimension, in which the new entry has 1 and a query its sink.
+    keys = np.zeros((2, 4, 2, 9))
+    keys[:, :3, :, :8], keys[:, 3, :, 8] = k, 1.0
+    queries = np.concatenate([q, np.broadcast_to(sinks[:, None] * 8**0.5, (2, 3, 4, 1))], axis=-1)
+    values = np.zeros((2, 4, 2, 9))
+    values[:, :3, :, :8] = v
+    seen = np.concatenate([mask, np.ones((2, 3, 1), bool)], axis=-1)
+    run = jax.jit(attend, static_argnames="scale")
+    with jax.enable_x64(True):
+        out = run(*map(jnp.asarray, (q, k, v, mask)), sinks=jnp.asarray(sinks))
+        expected = run(*map(jnp.asarray, (queries, keys, values, seen)), scale=8**-0.5)
+        np.testing.assert_allclose(out, expected[..., :8], atol=1e-12)
+        with_sinks = jax.jit(lambda q, k, v, sinks: attend(q, k, v, jnp.asarray(mask), sinks=sinks))
+        check_grads(with_sinks, tuple(map(jnp.asarray, (q, k, v, sinks))), order=1, modes=["rev"])
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\); expected \(4,\)"):
+        run(*map(jnp.asarray, (q, k, v, mask)), sinks=jnp.asarray(sinks[:3]))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_named_shapes_are_served(run, name):
     shape = SHAPES[name]

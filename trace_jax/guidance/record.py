@@ -78,7 +78,8 @@ class GuidanceRecord:
     """Records of all guided sites and the keys that prove where they belong.
 
     Invariants:
-        * `routes` `[L_all, B, S, k]`, expert ids of every MoE layer, the dtype's largest value where there is none.
+        * `routes` `[M, B, S, k]`, expert ids of every MoE layer, the dtype's largest value where there is none.
+        * `route_layers`: which layers of the model these are; None where they are all.
         * `row_hash` uint32 `[B, S]` = hash of (token, position) of the row that was fed, 0 where none was.
         * `weight_version` int32 `[B, S]`, the weights that computed the row, -1 where none was.
         * `format_version` is `RECORD_VERSION` of the writer.
@@ -88,7 +89,13 @@ class GuidanceRecord:
     routes: Any
     row_hash: Any
     weight_version: Any
+    route_layers: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     format_version: int = dataclasses.field(default=RECORD_VERSION, metadata={"static": True})
+
+
+def by_site(groups: dict[str, dict[str, SiteRecord]] | None) -> dict[str, SiteRecord]:
+    """The records by site, of records by the groups of sites in which they left the layers."""
+    return {site: record for group in (groups or {}).values() for site, record in group.items()}
 
 
 def row_hash(
@@ -150,7 +157,7 @@ def check_routes(routes: np.ndarray, *, num_layers: int, num_experts: int, k: in
 
     Args:
         routes: unsigned `[L, B, S, k]`.
-        num_layers, num_experts, k: of the model.
+        num_layers, num_experts, k: MoE layers of the model, and their sizes.
         fed: bool `[B, S]`; exactly these rows have routes, the others the dtype's largest value.
 
     Raises:
@@ -199,7 +206,7 @@ def check_site(
     if site.spec != spec:
         raise RecordError(f"record of {name!r} was taken under {site.spec}, the trainer expects {spec}.")
     *lead, width = row_shape
-    rows = (len(spec.layers), *batch_shape, *lead)
+    rows = (len(spec.layers_of(name)), *batch_shape, *lead)
     blocks = width // get_format(spec.format).block
     shapes = {
         "row_exponent": (rows, np.uint8),

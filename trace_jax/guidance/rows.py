@@ -44,6 +44,11 @@ class Field:
     offset: int
 
     @property
+    def count(self) -> int:
+        """Values side by side."""
+        return 1 if self.layers is None else self.layers
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one value."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -51,7 +56,7 @@ class Field:
     @property
     def bytes(self) -> slice:
         """The bytes of a row that hold this leaf's layers and whatever lies between them."""
-        return slice(self.start, self.start + (self.layers or 1) * self.pitch)
+        return slice(self.start, self.start + self.count * self.pitch)
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +113,7 @@ def unpack_rows(rows: np.ndarray | jax.Array, packed: PackedRows) -> Any:
     """
     lead, leaves = rows.shape[:2], []
     for field in packed.fields:
-        layers = field.layers or 1
+        layers = field.count
         part = rows[..., field.bytes].reshape(*lead, layers, field.pitch)
         part = _from_bytes(part[..., field.offset : field.offset + field.nbytes], field.dtype)
         part = part.reshape(*lead, layers, *field.shape)

@@ -45,7 +45,8 @@ class GuidanceSpec:
     """The static description of a record; two sides must agree on it exactly.
 
     `mode`: `scale` (block scales only), `mantissa` (plus 1 bit per value), `full` (plus the 4-bit code).
-    `compact_scales` keeps the two low bits of each scale byte.
+    `compact_scales` keeps the two low bits of each scale byte. `layers` are those of the model that are recorded;
+    `site_layers` says for each of `sites` which of them have it, None where all do.
     """
 
     format: str = "nvfp4"
@@ -53,6 +54,7 @@ class GuidanceSpec:
     layers: tuple[int, ...]
     sites: tuple[str, ...] = ("expert_input", "key", "value")
     compact_scales: bool = False
+    site_layers: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self):
         get_format(self.format)
@@ -64,6 +66,29 @@ class GuidanceSpec:
             raise ConfigError(
                 f"guidance has layers {self.layers} and sites {self.sites}; expected at least one each."
             )
+
+        if self.site_layers is not None:
+            if len(self.site_layers) != len(self.sites):
+                raise ConfigError(
+                    f"guidance names the layers of {len(self.site_layers)} sites, it has {self.sites}."
+                )
+            for site, layers in zip(self.sites, self.site_layers, strict=True):
+                if not layers or not set(layers) <= set(self.layers) or list(layers) != sorted(set(layers)):
+                    raise ConfigError(
+                        f"guidance site {site!r} has layers {layers}; expected some of {self.layers}, increasing."
+                    )
+
+    def layers_of(self, site: str) -> tuple[int, ...]:
+        """The recorded layers of the model that have a site."""
+        return self.layers if self.site_layers is None else self.site_layers[self.sites.index(site)]
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Sites that the same layers have, together."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for site in self.sites:
+            groups.setdefault(self.layers_of(site), []).append(site)
+        return tuple(tuple(sites) for sites in groups.values())
 
     def bits_per_value(self, width: int) -> float:
         """Recorded bits per value of rows of `width` values, without the one byte a row.

@@ -1,12 +1,12 @@
 """Functional Flax (NNX) MoE transformers; one layer definition serves rollout and training."""
 
+from trace_jax.models.cache import init_cache, lay_out
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.transformer import (
     ForwardOutput,
     Transformer,
     abstract,
     create,
-    layer_runs,
     logical_axes,
     parameter_count,
 )
@@ -17,7 +17,8 @@ __all__ = [
     "Transformer",
     "abstract",
     "create",
-    "layer_runs",
+    "init_cache",
+    "lay_out",
     "logical_axes",
     "parameter_count",
 ]

@@ -1,7 +1,7 @@
-"""Decoder-only MoE transformer: layers under `lax.scan`, split where guidance starts or stops."""
+"""Decoder-only transformer: layers under `lax.scan` over periods, split where guidance starts or stops."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,20 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.arrays import Fp4Array, Stacked
-from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.matmul import matmul
 from kernels_pallas.tiled import TiledFp4Array
-from trace_jax.models.config import ModelConfig
-from trace_jax.models.layers import Block, LayerInputs, param, rms_norm
+from trace_jax.models.attention import Attention
+from trace_jax.models.config import Layer, ModelConfig
+from trace_jax.models.delta import DeltaNet
+from trace_jax.models.dense import Dense
+from trace_jax.models.latent import LatentAttention
+from trace_jax.models.layers import LayerInputs, norm_gain, param, rms_norm
+from trace_jax.models.moe import MoE
 from trace_jax.parallel import constrain
 from trace_jax.quant import Numerics, cast_weight
+
+STACKS = {"attention": Attention, "delta": DeltaNet, "latent": LatentAttention, "moe": MoE, "dense": Dense}
+"""Sub-layers by name; the parameters of each are stacked over the layers that have it."""
 
 
 @jax.tree_util.register_dataclass
@@ -23,9 +30,10 @@ from trace_jax.quant import Numerics, cast_weight
 class ForwardOutput:
     """What a forward pass leaves behind.
 
-    `hidden` `[B, T, D]` after the final norm; `cache` updated, or None; `routes` int32 `[L, B, T, k]`, the experts that
-    this model's own routers chose (also where others were replayed);
-    `guided` and `every`: what `Numerics.collect` kept, stacked over guided layers and over all layers.
+    `hidden` `[B, T, D]` after the final norm; `cache` updated, or None; `routes` int32 `[M, B, T, k]`, the experts that
+    the routers of the M MoE layers chose themselves (also where others were replayed);
+    `guided` and `every`: what `Numerics.collect` kept under each of its keys, stacked over the guided layers and over
+    all layers that kept it; None where nothing was.
     """
 
     hidden: Any
@@ -35,21 +43,70 @@ class ForwardOutput:
     every: Any
 
 
-def layer_runs(num_layers: int, guided: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    """Splits layers into maximal runs (start, stop, guided), each one scan."""
+class Run(NamedTuple):
+    """Layers that are one scan: `repeats` times the `period` layers from `start` on, all guided or none."""
+
+    start: int
+    period: int
+    repeats: int
+    guided: bool
+
+
+def layer_runs(layers: tuple[Layer, ...], guided: tuple[int, ...]) -> list[Run]:
+    """Splits layers into runs, each as long as a repeated period of at most 8 layers reaches."""
+    kinds = [(layer, index in guided) for index, layer in enumerate(layers)]
     runs, start = [], 0
-    for layer in range(1, num_layers + 1):
-        if layer == num_layers or (layer in guided) != (start in guided):
-            runs.append((start, layer, start in guided))
-            start = layer
+    while start < len(kinds):
+        end = start
+        while end < len(kinds) and kinds[end][1] == kinds[start][1]:
+            end += 1
+
+        def repeats(period, start=start, end=end):
+            count = 1
+            while start + (count + 1) * period <= end and (
+                kinds[start + count * period : start + (count + 1) * period] == kinds[start : start + period]
+            ):
+                count += 1
+            return count
+
+        # A period that repeats; where none does, one layer.
+        best = max(
+            (p for p in range(1, min(8, end - start) + 1) if p == 1 or repeats(p) > 1),
+            key=lambda p: (p * repeats(p), -p),
+        )
+        runs.append(Run(start, best, repeats(best), kinds[start][1]))
+        start += best * repeats(best)
     return runs
 
 
-def _concatenate(parts: list[Any]) -> Any:
-    parts = [part for part in parts if part is not None]
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+def run_layer(
+    mixer: nnx.Module,
+    ffn: nnx.Module,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    inputs: LayerInputs,
+    numerics: Numerics,
+    config: ModelConfig,
+):
+    """The one layer that prefill, decode and training share: a mixer, then experts or an MLP.
+
+    Everything that differs between them (packed FP4, fake-quant, guided, BF16) is in `numerics`; whether earlier tokens
+    come from a cache is in `inputs`.
+
+    Returns:
+        The residual stream, the cache, the router's own experts (None without one), and what the sites captured.
+    """
+    with jax.named_scope("mixer"):
+        x, cache, captured = mixer(x, positions, valid, inputs, numerics, config)
+    experts = None
+    with jax.named_scope("ffn"):
+        if isinstance(ffn, Dense):
+            x = ffn(x, config)
+        else:
+            x, experts, captured_moe = ffn(x, inputs, numerics, config)
+            captured = captured | captured_moe
+    return constrain(x, ("batch", "length", "act_embed")), cache, experts, captured
 
 
 class Transformer(nnx.Module):
@@ -63,14 +120,14 @@ class Transformer(nnx.Module):
         if config.vocab_size < 1:
             raise ValueError("model.vocab_size is 0; set it to the tokenizer's vocabulary size.")
         self.config = config
-        self.embedding = param(
-            rngs, (config.vocab_size, config.hidden_size), ("vocab", "embed"), config.hidden_size
-        )
-        self.blocks = Block(config, config.num_layers, rngs)
-        self.final_norm = param(rngs, (config.hidden_size,), ("norm",))
-        self.head = param(
-            rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.hidden_size
-        )
+        width = config.hidden_size
+        self.embedding = param(rngs, (config.vocab_size, width), ("vocab", "embed"), width)
+        for name, module in STACKS.items():
+            if layers := len(config.layers_of(name)):
+                setattr(self, name, module(config, layers, rngs))
+        self.final_norm = norm_gain(rngs, (width,), ("norm",), centred=config.centred_norms)
+        if not config.tied_embedding:
+            self.head = param(rngs, (width, config.vocab_size), ("embed", "vocab"), width)
 
     def __call__(
         self,
@@ -79,8 +136,8 @@ class Transformer(nnx.Module):
         valid: Bool[Array, "B T"],
         *,
         numerics: Numerics,
-        cache: KVCache | None = None,
-        routes: Int[Array, "L B T k"] | None = None,
+        cache: dict[str, Any] | None = None,
+        routes: Int[Array, "M B T k"] | None = None,
         guides: dict[str, Any] | None = None,
         weight_guides: dict[str, Any] | None = None,
         guided_layers: tuple[int, ...] = (),
@@ -92,10 +149,10 @@ class Transformer(nnx.Module):
             positions: position of each token in its sequence, also its cache index.
             valid: False for padding. Padding is computed but never attended to, recorded or cached.
             numerics: arithmetic of the quantization sites.
-            cache: KV cache stacked over layers; keys and values are appended, then attended to.
-            routes: expert ids to replay, negative where a token chooses for itself.
-            guides: records of the guided layers, stacked `[len(guided_layers), B, T, ...]`.
-            weight_guides: packed expert weights of the rollout's version, stacked over layers.
+            cache: of `init_cache`; tokens are added to it, then attended to.
+            routes: expert ids to replay in each of the M MoE layers, negative where a token chooses for itself.
+            guides: records by site, stacked over those of the guided layers that have the site, `[L, B, T, ...]`.
+            weight_guides: packed expert weights of the rollout's version, stacked over MoE layers.
             guided_layers: static, increasing.
         """
         config = self.config
@@ -103,61 +160,161 @@ class Transformer(nnx.Module):
         # thousands of rows stop growing (and on GPUs contend for the same few addresses).
         x = cast_weight(self.embedding[...][tokens], config.dtype)
         x = constrain(x, ("batch", "length", "act_embed"))
-        graphdef, stacked = nnx.split(self.blocks)
-        packed, sliced = _split_packed(stacked)
-
-        def run(carry, start, stop, guided):
-            # The cache and packed experts stay whole, and a layer finds its own by index: the scan would copy its
-            # slice of each, and of the cache back again.
-            def body(carry, inputs):
-                x, cache = carry
-                state, layer = inputs
-                block = nnx.merge(graphdef, _at_layer(packed, state, layer.layer))
-                layer = layer._replace(cache=cache)
-                x, cache, experts, captured = block(x, positions, valid, layer, numerics, config)
-                return (x, cache), (experts, *numerics.collect(captured, valid, guided))
-
-            if config.remat:
-                body = jax.checkpoint(body)
-            offset = sum(layer < start for layer in guided_layers)
-            of_run = slice(start, stop)
-            inputs = LayerInputs(
-                layer=jnp.arange(start, stop, dtype=jnp.int32),
-                routes=_slice(routes, of_run),
-                guides=_slice(guides, slice(offset, offset + stop - start)) if guided else None,
-                weight_guides=_slice(weight_guides, of_run),
-            )
-            return jax.lax.scan(body, carry, (_slice(sliced, of_run), inputs))
-
+        stacks = {name: nnx.split(getattr(self, name)) for name in STACKS if config.layers_of(name)}
+        by_layer = {
+            **{name: (config.layers_of(name), state) for name, (_, state) in stacks.items()},
+            "routes": (config.layers_of("moe"), routes),
+            "weight_guides": (config.layers_of("moe"), weight_guides),
+            **{
+                site: (tuple(i for i in config.site_layers(site) if i in guided_layers), guide)
+                for site, guide in (guides or {}).items()
+            },
+        }
         carry, parts = (x, cache), []
-        for start, stop, guided in layer_runs(config.num_layers, guided_layers):
-            carry, part = run(carry, start, stop, guided)
+        for run in layer_runs(config.layers, guided_layers):
+            carry, part = self._run(run, carry, by_layer, stacks, guides, positions, valid, numerics)
             parts.append(part)
         x, cache = carry
-        experts, guided_parts, every = (_concatenate(list(p)) for p in zip(*parts, strict=True))
-        hidden = rms_norm(x, self.final_norm, config.norm_eps)
-        return ForwardOutput(hidden=hidden, cache=cache, routes=experts, guided=guided_parts, every=every)
+        routes, guided, every = (_concatenate([part[i] for part in parts]) for i in range(3))
+        if routes is None:
+            routes = {"own": jnp.zeros((0, *tokens.shape, config.experts_per_token), jnp.int32)}
+        hidden = rms_norm(x, self.final_norm, config.norm_eps, centred=config.centred_norms)
+        return ForwardOutput(hidden=hidden, cache=cache, routes=routes["own"], guided=guided, every=every)
+
+    def _run(self, run: Run, carry, by_layer, stacks, guides, positions, valid, numerics):
+        """One scan: the carry, and what its layers kept, by key, stacked over them."""
+        config = self.config
+        places = {name: _Places(layers, run) for name, (layers, _) in by_layer.items()}
+        # The cache and packed experts stay whole, and a layer finds its own by index: the scan would copy its slice of
+        # each, and of the cache back again.
+        whole = {name: _pick_packed(by_layer[name][1], True) for name in stacks}
+        sliced = {
+            name: places[name].slices(_pick_packed(tree, False) if name in stacks else tree)
+            for name, (_, tree) in by_layer.items()
+            if tree is not None
+        }
+
+        def body(carry, inputs):
+            x, cache = carry
+            index, sliced = inputs
+            kept: list[tuple[dict, dict, dict]] = []
+            for offset in range(run.period):
+                layer = config.layers[run.start + offset]
+
+                def at(name, offset=offset, sliced=sliced):
+                    """This layer's part of what `by_layer` holds under a name; None where it has none."""
+                    place = places[name].of(offset)
+                    if place is None or name not in sliced:
+                        return None
+                    return jax.tree.map(lambda leaf: leaf[place], sliced[name])
+
+                def module(name, index=index, offset=offset, at=at):
+                    where = places[name].traced(index, offset)
+                    return nnx.merge(stacks[name][0], _at_layer(whole[name], at(name), where))
+
+                layer_inputs = LayerInputs(
+                    cache=None if cache is None else cache[layer.mixer],
+                    layer=places[layer.mixer].traced(index, offset),
+                    window=layer.window,
+                    routes=at("routes"),
+                    guides={site: at(site) for site in guides if at(site) is not None} if guides else None,
+                    weight_guides=at("weight_guides"),
+                )
+                x, updated, experts, captured = run_layer(
+                    module(layer.mixer),
+                    module(layer.ffn),
+                    x,
+                    positions,
+                    valid,
+                    layer_inputs,
+                    numerics,
+                    config,
+                )
+                if cache is not None:
+                    cache = cache | {layer.mixer: updated}
+                routes = {} if experts is None else {"own": experts}
+                guided, every = numerics.collect(captured, valid, run.guided)
+                kept.append((routes, guided or {}, every or {}))
+            return (x, cache), tuple(_stacked([part[i] for part in kept]) for i in range(3))
+
+        if config.remat:
+            body = jax.checkpoint(body)
+        carry, parts = jax.lax.scan(body, carry, (jnp.arange(run.repeats, dtype=jnp.int32), sliced))
+        # [repeats, layers of a period, ...] -> [layers, ...]
+        return carry, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), parts)
+
+    def layer(self, index: int) -> tuple[nnx.Module, nnx.Module]:
+        """One layer's mixer and its experts or MLP, for `run_layer`."""
+        layer = self.config.layers[index]
+
+        def module(name):
+            graphdef, state = nnx.split(getattr(self, name))
+            place = self.config.layers_of(name).index(index)
+            return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[place], state))
+
+        return module(layer.mixer), module(layer.ffn)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """FP32 logits."""
+        if self.config.tied_embedding:
+            return matmul(hidden, cast_weight(self.embedding[...], self.config.dtype).T)
         return matmul(hidden, cast_weight(self.head[...], self.config.dtype))
 
 
-def _slice(tree: Any, part: slice) -> Any:
-    return jax.tree.map(lambda leaf: leaf[part], tree)
+class _Places:
+    """Where the layers of a run find what only `layers` have, in arrays stacked over these."""
+
+    def __init__(self, layers: tuple[int, ...], run: Run):
+        inside = [layer for layer in layers if run.start <= layer < run.start + run.period]
+        self.offsets = {layer - run.start: place for place, layer in enumerate(inside)}
+        self.first, self.count, self.repeats = (
+            sum(layer < run.start for layer in layers),
+            len(inside),
+            run.repeats,
+        )
+
+    def of(self, offset: int) -> int | None:
+        """Place of the period's layer `offset` among those of its period."""
+        return self.offsets.get(offset)
+
+    def traced(self, index: Int[Array, ""], offset: int) -> Int[Array, ""]:
+        """Place of that layer of period `index` in the whole stack."""
+        return self.first + index * self.count + self.offsets[offset]
+
+    def slices(self, tree: Any) -> Any:
+        """The run's part `[repeats, layers of a period, ...]` of arrays `[L, ...]`."""
+        part = slice(self.first, self.first + self.repeats * self.count)
+        return jax.tree.map(lambda leaf: leaf[part].reshape(self.repeats, self.count, *leaf.shape[1:]), tree)
 
 
-def _split_packed(state: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """The parameters that kernels index by layer, and the others; None in the place of the rest."""
+def _stacked(kept: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the layers of a period kept, stacked over those that kept anything under a key."""
+    keys = dict.fromkeys(key for part in kept for key in part)
+    return {
+        key: jax.tree.map(lambda *leaves: jnp.stack(leaves), *[part[key] for part in kept if key in part])
+        for key in keys
+    }
 
-    def pick(packed: bool):
-        def keep(variable):
-            whole = isinstance(variable.get_value(), Fp4Array | TiledFp4Array | Stacked)
-            return variable if whole == packed else None
 
-        return jax.tree.map(keep, state, is_leaf=_is_variable)
+def _concatenate(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the runs kept, one after the other under every key."""
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {
+        key: jax.tree.map(
+            lambda *leaves: jnp.concatenate(leaves), *[part[key] for part in parts if key in part]
+        )
+        for key in keys
+    } or None
 
-    return pick(True), pick(False)
+
+def _pick_packed(state: nnx.State, packed: bool) -> nnx.State:
+    """The parameters that kernels index by layer, or the others; None in the place of the rest."""
+
+    def keep(variable):
+        whole = isinstance(variable.get_value(), Fp4Array | TiledFp4Array | Stacked)
+        return variable if whole == packed else None
+
+    return jax.tree.map(keep, state, is_leaf=_is_variable)
 
 
 def _at_layer(packed: nnx.State, sliced: nnx.State, layer: Int[Array, ""]) -> nnx.State:

@@ -32,6 +32,7 @@ LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "expert": "expert",
     "mlp": "tensor",
     "norm": None,
+    "rank": "fsdp",
 }
 
 

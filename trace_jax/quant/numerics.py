@@ -36,8 +36,10 @@ class Numerics(Protocol):
     def expert_weight(self, name: str, w: Any, guides: dict[str, Fp4Array] | None, dtype: str) -> Any:
         """Operand of the expert matrices `[E, K, N]`; packed ones come as one layer of the stack (`Stacked`)."""
 
-    def collect(self, captured: dict[str, Any], valid: jax.Array, guided: bool) -> tuple[Any, Any]:
-        """What leaves a layer: (part of guided layers only or None, part of every layer)."""
+    def collect(
+        self, captured: dict[str, Any], valid: jax.Array, guided: bool
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """What leaves a layer, by keys: (of guided layers only, of every layer). Layers may differ in their keys."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,12 @@ class PackedNumerics:
         codes = {site: captured[site] for site in SITES if isinstance(captured.get(site), Fp4Array)}
         record = None
         if guided and self.record is not None:
-            record = pack_layer({s: capture_site(s, codes[s], valid, self.record) for s in self.record.sites})
+            # By groups of sites, since a layer may lack some: each group leaves in one write.
+            record = {
+                group[0]: pack_layer({s: capture_site(s, codes[s], valid, self.record) for s in group})
+                for group in self.record.groups
+                if set(group) <= set(codes)
+            }
         audit = (
             {site: take_rows(q, self.audit_rows) for site, q in codes.items()} if self.audit_rows else None
         )

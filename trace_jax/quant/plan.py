@@ -46,16 +46,15 @@ class QuantPlan:
             raise ValueError(f"unknown quantization site {site!r}; expected one of {SITES}.")
         return self.kv if site in (KEY, VALUE) else self.experts
 
-    def check(self, *, hidden_size: int, expert_hidden_size: int, head_dim: int) -> None:
-        """Raises PlanError when a contraction does not split into whole blocks."""
-        sizes = {}
-        if self.experts:
-            sizes |= {"model.hidden_size": hidden_size, "model.expert_hidden_size": expert_hidden_size}
-        if self.kv:
-            sizes |= {"model.head_dim": head_dim}
+    def check(self, *, experts: dict[str, int], kv: dict[str, int]) -> None:
+        """Raises PlanError when a contraction of the experts or of the cache does not split into whole blocks.
+
+        The sizes come with their names in the model's configuration.
+        """
+        sizes = (experts if self.experts else {}) | (kv if self.kv else {})
         for name, size in sizes.items():
             if size % self.fp4.block:
                 raise PlanError(
-                    f"{name} is {size}, not a multiple of the {self.format} block of {self.fp4.block}. Choose "
+                    f"model.{name} is {size}, not a multiple of the {self.format} block of {self.fp4.block}. Choose "
                     f"{-(-size // self.fp4.block) * self.fp4.block}, or a format with smaller blocks."
                 )

@@ -41,7 +41,8 @@ def guided_weight_codes(w: jax.Array, recorded: Fp4Array, plan: QuantPlan) -> Fp
 
 
 def is_expert_weight(path: tuple[Any, ...]) -> bool:
-    return path[-1] in EXPERT_WEIGHTS
+    """Whether a parameter holds routed experts' matrices; shared experts and dense layers stay in the compute dtype."""
+    return path[-2:-1] == ("moe",) and path[-1] in EXPERT_WEIGHTS
 
 
 def rollout_weights(masters: nnx.State, plan: QuantPlan | None, dtype: str) -> nnx.State:

@@ -1,7 +1,7 @@
 """GRPO with rollout-guided QAT: methods, losses, trainer, and the loop."""
 
 from trace_jax.rl.advantages import group_advantages
-from trace_jax.rl.batch import TrainBatch, make_batch, row_shapes
+from trace_jax.rl.batch import TrainBatch, make_batch
 from trace_jax.rl.config import OptimizerConfig, RLConfig
 from trace_jax.rl.methods import MethodConfig
 from trace_jax.rl.optimizer import make_optimizer
@@ -19,5 +19,4 @@ __all__ = [
     "group_advantages",
     "make_batch",
     "make_optimizer",
-    "row_shapes",
 ]

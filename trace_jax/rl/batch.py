@@ -11,6 +11,8 @@ import numpy as np
 from trace_jax.guidance import (
     GuidanceSpec,
     PackedRows,
+    RecordError,
+    by_site,
     check_record,
     check_routes,
     is_backed,
@@ -18,7 +20,6 @@ from trace_jax.guidance import (
 )
 from trace_jax.models import ModelConfig
 from trace_jax.parallel import constrain, place
-from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, VALUE
 from trace_jax.rollout import Trajectories
 
 
@@ -66,7 +67,8 @@ class TrainBatch:
         """
         if self.packed is None:
             return self
-        routes, sites = _unpacked(sent or send_rows(self.packed))
+        routes, groups = _unpacked(sent or send_rows(self.packed))
+        sites = by_site(groups)
         return dataclasses.replace(
             self, routes=None if self.routes is None else routes, sites=sites, packed=None
         )
@@ -84,17 +86,6 @@ def send_rows(packed: PackedRows | None, part: slice = slice(None)) -> PackedRow
 @jax.jit
 def _unpacked(packed):
     return unpack_rows(packed.data, packed)[0]
-
-
-def row_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of one recorded row of each site."""
-    kv = (model.num_kv_heads, model.head_dim)
-    return {
-        EXPERT_INPUT: (model.hidden_size,),
-        DOWN_INPUT: (model.experts_per_token, model.expert_hidden_size),
-        KEY: kv,
-        VALUE: kv,
-    }
 
 
 def make_batch(
@@ -127,14 +118,19 @@ def make_batch(
     check_record(
         t.record,
         spec=spec,
-        row_shapes=row_shapes(model),
+        row_shapes={site: model.row_shape(site) for site in (spec.sites if spec else ())},
         tokens=t.tokens,
         fed=t.fed,
         weight_version=np.full(t.tokens.shape, weight_version, np.int32),
     )
+    routed = model.layers_of("moe")
+    if t.record.route_layers not in (routed, None if len(routed) == model.num_layers else routed):
+        raise RecordError(
+            f"routes are those of layers {t.record.route_layers}, the model's experts are in {routed}."
+        )
     check_routes(
         t.record.routes,
-        num_layers=model.num_layers,
+        num_layers=len(routed),
         num_experts=model.num_experts,
         k=model.experts_per_token,
         fed=t.fed,
@@ -155,8 +151,8 @@ def _is_view(t: Trajectories) -> bool:
     """Whether the record's arrays are still views of the packed rows: an exchanged array counts, not those bytes."""
     if t.packed is None:
         return False
-    routes, sites = unpack_rows(t.packed.data, t.packed)[0]
-    return is_backed((t.record.routes, t.record.sites), (routes, sites))
+    routes, groups = unpack_rows(t.packed.data, t.packed)[0]
+    return is_backed((t.record.routes, t.record.sites), (routes, by_site(groups)))
 
 
 def replayed_routes(routes: jax.Array | None) -> jax.Array | None:

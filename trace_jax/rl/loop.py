@@ -211,11 +211,19 @@ class Loop:
         report = audit_report(codes, result.audit, trajectories.fed[list(trajectories.audit_rows[part])])
         scalars, lists = flatten_report(report)
         guided = (
-            [report[site]["scale_miss"][list(self.spec.layers)] for site in self.spec.sites]
+            [report[site]["scale_miss"][self._recorded_places(site)] for site in self.spec.sites]
             if self.spec
             else []
         )
-        return scalars | lists | ({"guidance/scale_miss": float(np.mean(guided))} if guided else {})
+        return (
+            scalars
+            | lists
+            | ({"guidance/scale_miss": float(np.mean(np.concatenate(guided)))} if guided else {})
+        )
+
+    def _recorded_places(self, site: str) -> list[int]:
+        """Places of a site's recorded layers among those that have it."""
+        return [self.model.site_layers(site).index(layer) for layer in self.spec.layers_of(site)]
 
     def _guidance(self, result, lag: int) -> dict[str, Any]:
         if not result.counts:

@@ -50,12 +50,19 @@ class MethodConfig:
         """What the rollout records, None for unguided methods."""
         if self.trainer != "guided":
             return None
+        layers = resolve_layers(self.layers, model.num_layers)
+        having = {
+            site: tuple(layer for layer in model.site_layers(site) if layer in layers) for site in self.sites
+        }
+        # A family may lack a site, or have it in some layers only.
+        having = {site: found for site, found in having.items() if found}
         return GuidanceSpec(
             format=self.format,
             mode=self.mode,
-            layers=resolve_layers(self.layers, model.num_layers),
-            sites=self.sites,
+            layers=layers,
+            sites=tuple(having),
             compact_scales=self.compact_scales,
+            site_layers=None if all(found == layers for found in having.values()) else tuple(having.values()),
         )
 
     def trainer_numerics(self, audit_rows: int) -> Numerics:

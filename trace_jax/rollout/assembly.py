@@ -6,7 +6,8 @@ import functools
 import jax
 import numpy as np
 
-from trace_jax.guidance import GuidanceRecord, PackedRows, unpack_rows
+from trace_jax.guidance import GuidanceRecord, PackedRows, by_site, unpack_rows
+from trace_jax.models import ModelConfig
 from trace_jax.rollout.trajectories import Trajectories
 
 
@@ -17,7 +18,17 @@ class Assembly:
     overlaps with compute.
     """
 
-    def __init__(self, prompts, lengths, group_size: int, length: int, weight_version: int, audit_rows):
+    def __init__(
+        self,
+        model: ModelConfig,
+        prompts,
+        lengths,
+        group_size: int,
+        length: int,
+        weight_version: int,
+        audit_rows,
+    ):
+        self.model = model
         self.group_size, self.weight_version, self.audit_rows = group_size, weight_version, tuple(audit_rows)
         self.prompt_length = np.repeat(lengths, group_size)
         self.shape = (self.prompt_length.size, length)
@@ -75,28 +86,34 @@ class Assembly:
             where = position[:, self.audit_rows][step, index]
             self.audited[index, where] = kept["audit"].data[step, index, 0]
 
+    def _unless_every_layer(self, layers: tuple[int, ...]) -> tuple[int, ...] | None:
+        return None if len(layers) == self.model.num_layers else layers
+
     def finish(self, sequences: int) -> Trajectories:
         """The first `sequences` slots; slots without a prompt are dropped."""
         self.flush()
         keep = slice(0, sequences)
         packed = dataclasses.replace(self.layout, data=self.rows[keep])
-        (routes, sites), row_hash = unpack_rows(packed.data, packed)
+        (routes, groups), row_hash = unpack_rows(packed.data, packed)
         audit, audit_rows = None, ()
         if self.audit_layout is not None:
             audit_rows = tuple(row for row in self.audit_rows if row < sequences)
             audit, _ = unpack_rows(self.audited[: len(audit_rows)], self.audit_layout)
+        sites = {site: self._unless_every_layer(self.model.site_layers(site)) for site in audit or ()}
         return Trajectories(
             tokens=self.tokens[keep],
             prompt_length=self.prompt_length[keep],
             length=self.count[keep],
             logprobs=self.logprobs[keep],
             record=GuidanceRecord(
-                sites=sites or {},
+                sites=by_site(groups),
                 routes=routes,
+                route_layers=self._unless_every_layer(self.model.layers_of("moe")),
                 row_hash=row_hash,
                 weight_version=np.where(self.fed, self.weight_version, -1).astype(np.int32)[keep],
             ),
             audit=audit,
             audit_rows=audit_rows,
+            audit_layers=tuple((site, layers) for site, layers in sites.items() if layers is not None),
             packed=packed,
         )

@@ -25,11 +25,20 @@ def rerecord(trajectories: Trajectories, spec: GuidanceSpec | None) -> Trajector
             "the trajectories have no audit sample; sample them with an FP4 rollout and rl.audit_sequences >= 1."
         )
 
+    layers = dict(t.audit_layers)
+
     def recorded(site: str) -> SiteRecord:
         if site not in t.audit or t.audit[site].format.name != spec.format:
             found = {name: codes.format.name for name, codes in t.audit.items()}
             raise RecordError(f"the audit sample holds {found}, the record needs {site!r} in {spec.format}.")
-        codes = jax.tree.map(lambda leaf: jnp.asarray(leaf[list(spec.layers)]), t.audit[site])
+        audited = layers.get(site, tuple(range(t.audit[site].words.shape[0])))
+        missing = sorted(set(spec.layers_of(site)) - set(audited))
+        if missing:
+            raise RecordError(
+                f"the audit sample has {site!r} in layers {audited}, the record needs {missing} too."
+            )
+        places = [audited.index(layer) for layer in spec.layers_of(site)]
+        codes = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), t.audit[site])
         fed = jnp.asarray(t.fed[rows])
         return jax.device_get(jax.vmap(lambda layer: capture_site(site, layer, fed, spec))(codes))
 
@@ -43,5 +52,6 @@ def rerecord(trajectories: Trajectories, spec: GuidanceSpec | None) -> Trajector
             weight_version=t.record.weight_version[rows],
         ),
         audit=t.audit,
+        audit_layers=t.audit_layers,
         audit_rows=tuple(range(len(rows))),
     )

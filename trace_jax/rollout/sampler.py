@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernels_pallas.kv_cache import KVCache, init_cache
+from kernels_pallas.formats import Fp4Format
 from trace_jax.config import ConfigError
-from trace_jax.guidance import GuidanceSpec, PackedRows, pack_rows, row_hash
-from trace_jax.models import ModelConfig
-from trace_jax.parallel import constrain
+from trace_jax.guidance import GuidanceSpec, LayerRows, PackedRows, pack_rows, row_hash
+from trace_jax.models import ModelConfig, init_cache, lay_out
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan, arranged_for_kernels
 from trace_jax.rollout.assembly import Assembly
 from trace_jax.rollout.sampling import SamplingConfig, sample, scale_logits
@@ -52,17 +51,11 @@ class RolloutConfig:
 class DecodeState:
     """Carry of decoding: cache, logits of the next token `[N, V]`, its position, and who is done."""
 
-    cache: KVCache
+    cache: dict[str, Any]
     logits: Any
     position: Any
     limit: Any
     done: Any
-
-
-def _lay_out(cache: KVCache) -> KVCache:
-    """Logical axes of a cache stacked over layers; row exponents lack the last one."""
-    axes = ("layers", "batch", "length", "kv_heads", "head_dim")
-    return jax.tree.map(lambda leaf: constrain(leaf, axes[: leaf.ndim]), cache)
 
 
 def _steps(t: Trajectories, count: int) -> np.ndarray:
@@ -110,28 +103,24 @@ class Sampler:
         """All layers are captured, the record's are kept: a scan split at the first guided layer is two programs."""
         return tuple(range(self.model.num_layers)) if self.record else ()
 
-    def _empty_cache(self, sequences: int, length: int) -> KVCache:
-        c = self.model
-        kv_format = self.plan.fp4 if self.plan is not None and self.plan.kv else None
-        return init_cache(
-            sequences,
-            length,
-            c.num_kv_heads,
-            c.head_dim,
-            kv_format,
-            layers=c.num_layers,
-            dtype=jnp.dtype(c.dtype),
-        )
+    @property
+    def _kv_format(self) -> Fp4Format | None:
+        return self.plan.fp4 if self.plan is not None and self.plan.kv else None
 
     def _kept(self, out, tokens, positions, fed) -> tuple[PackedRows, PackedRows | None]:
         """What leaves the device: each row's routes, hash and record, and the audited rows' full codes."""
         routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(self._route_dtype).max)
         hashes = jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0))
-        guided = out.guided
-        if guided is not None:
-            guided = dataclasses.replace(guided, data=guided.data[np.asarray(self.record.layers)])
+        guided = None
+        if self.record is not None:
+            guided = {site: self._recorded(site, layers) for site, layers in (out.guided or {}).items()}
         rows = pack_rows((routes.astype(self._route_dtype), guided), hashes)
         return rows, None if out.every is None else pack_rows(out.every, None)
+
+    def _recorded(self, site: str, captured: LayerRows) -> LayerRows:
+        """The record's layers, of the captured ones that have a site."""
+        places = [self.model.site_layers(site).index(layer) for layer in self.record.layers_of(site)]
+        return dataclasses.replace(captured, data=captured.data[np.asarray(places)])
 
     @functools.partial(jax.jit, static_argnums=0)
     def _prefill(self, params, tokens, lengths):
@@ -140,7 +129,7 @@ class Sampler:
         model = nnx.merge(self.graphdef, params)
         positions = jnp.broadcast_to(jnp.arange(r.prompt_length, dtype=jnp.int32), tokens.shape)
         fed = positions < lengths[:, None]
-        cache = _lay_out(self._empty_cache(tokens.shape[0], self.length))
+        cache = lay_out(init_cache(self.model, tokens.shape[0], self.length, self._kv_format))
         prompts_of_audit = tuple(row // r.group_size for row in r.audit_rows)
         out = model(
             tokens,
@@ -155,7 +144,7 @@ class Sampler:
         each = functools.partial(jnp.repeat, repeats=r.group_size)
         start = each(lengths, axis=0)
         state = DecodeState(
-            cache=_lay_out(jax.tree.map(lambda leaf: each(leaf, axis=1), out.cache)),
+            cache=lay_out(jax.tree.map(lambda leaf: each(leaf, axis=1), out.cache)),
             logits=each(logits, axis=0),
             position=start,
             limit=start + self.sampling.max_new_tokens,
@@ -206,7 +195,7 @@ class Sampler:
         )
         logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
         return out, dataclasses.replace(
-            state, cache=_lay_out(out.cache), logits=logits, position=state.position + fed[:, 0]
+            state, cache=lay_out(out.cache), logits=logits, position=state.position + fed[:, 0]
         )
 
     def rescore(self, params: nnx.State, trajectories: Trajectories) -> np.ndarray:
@@ -281,7 +270,9 @@ class Sampler:
         if keys.shape[0] < self.slots:
             filler = jnp.broadcast_to(keys[:1], (self.slots - keys.shape[0], *keys.shape[1:]))
             keys = jnp.concatenate([keys, filler])
-        assembly = Assembly(tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows)
+        assembly = Assembly(
+            self.model, tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows
+        )
         state, rows, audit = self._prefill(params, tokens, lengths)
         assembly.add_prefill(rows, audit)
         for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):

@@ -36,7 +36,9 @@ class _Static:
     """What a file says about its arrays, as JSON; `audit` is the format by site."""
 
     format_version: int
+    route_layers: tuple[int, ...] | None = None
     audit_rows: tuple[int, ...]
+    audit_layers: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     sites: dict[str, Any]
     audit: dict[str, str] | None
 
@@ -63,7 +65,9 @@ def save_trajectories(path: str | Path, trajectories: Trajectories) -> None:
         arrays |= {f"audit/{name}/{f}": getattr(codes, f) for f in _FP4}
     static = {
         "format_version": t.record.format_version,
+        "route_layers": t.record.route_layers,
         "audit_rows": t.audit_rows,
+        "audit_layers": dict(t.audit_layers),
         "sites": sites,
         "audit": audit if t.audit is not None else None,
     }
@@ -144,9 +148,10 @@ def _rebuild(arrays: dict[str, np.ndarray], static: Any) -> Trajectories:
         }
     trajectories = Trajectories(
         **{name: arrays.pop(name, None) for name in _ARRAYS},
-        record=GuidanceRecord(sites=sites, **part("record", _RECORD)),
+        record=GuidanceRecord(sites=sites, route_layers=static.route_layers, **part("record", _RECORD)),
         audit=audit,
         audit_rows=static.audit_rows,
+        audit_layers=tuple((site, tuple(layers)) for site, layers in static.audit_layers.items()),
     )
     if arrays:
         raise RecordError(f"unknown arrays {sorted(arrays)}.")
@@ -180,13 +185,21 @@ def _check(t: Trajectories) -> None:
     if not set(t.audit_rows) <= set(range(n)):
         raise RecordError(f"audit_rows {list(t.audit_rows)} lie outside the {n} sequences.")
 
-    check_routes(record.routes, num_layers=layers, num_experts=np.iinfo(np.int64).max, k=k, fed=t.fed)
+    routed = record.route_layers
+    if routed is not None:
+        if len(routed) != layers or list(routed) != sorted(set(routed)):
+            raise RecordError(
+                f"routes are those of {layers} layers, but said to be of layers {list(routed)}."
+            )
+        layers = max((*routed, -1)) + 1
+    check_routes(
+        record.routes, num_layers=record.routes.shape[0], num_experts=np.iinfo(np.int64).max, k=k, fed=t.fed
+    )
     row_shapes = {name: site.row_shape for name, site in record.sites.items()}
     for name, codes in (t.audit or {}).items():
-        # An audit sample is a full record of all layers.
-        spec = GuidanceSpec(
-            format=codes.format.name, mode="full", layers=tuple(range(layers)), sites=(f"audit/{name}",)
-        )
+        # An audit sample is a full record of all layers that have the site.
+        audited = dict(t.audit_layers).get(name, tuple(range(layers)))
+        spec = GuidanceSpec(format=codes.format.name, mode="full", layers=audited, sites=(f"audit/{name}",))
         full = SiteRecord(**{f: getattr(codes, f) for f in _FP4}, site=f"audit/{name}", spec=spec)
         row_shapes[name] = full.row_shape
         check_site(full.site, full, spec, full.row_shape, (len(t.audit_rows), s))

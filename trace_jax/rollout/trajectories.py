@@ -14,7 +14,7 @@ from trace_jax.guidance import GuidanceRecord, PackedRows
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("tokens", "prompt_length", "length", "logprobs", "record", "audit"),
-    meta_fields=("audit_rows",),
+    meta_fields=("audit_rows", "audit_layers"),
     drop_fields=("packed",),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,10 @@ class Trajectories:
         * Positions `prompt_length .. length-1` were sampled; positions `0 .. length-2` were fed to the model: the
           last sampled token never is.
         * `record` holds routes, row hashes and weight versions always, and sites when the method is guided.
-        * `audit`: full codes of the sequences `audit_rows` by site, `[L, A, S, ...]`, or None.
-        * `packed`: the bytes that the record's arrays are views of, `((routes, sites), row_hash)`; None where they are
-          arrays of their own, as after any tree transformation.
+        * `audit`: full codes of the sequences `audit_rows` by site, `[L, A, S, ...]`, or None; `audit_layers` maps a
+          site to the layers of the model that these are, where not all have it.
+        * `packed`: the bytes that the record's arrays are views of, `((routes, groups of sites), row_hash)`; None where
+          they are arrays of their own, as after any tree transformation.
     """
 
     tokens: Any
@@ -39,6 +40,9 @@ class Trajectories:
     record: GuidanceRecord
     audit: dict[str, Fp4Array] | None
     audit_rows: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    audit_layers: tuple[tuple[str, tuple[int, ...]], ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
     packed: PackedRows | None = None
 
     @property
@@ -84,5 +88,6 @@ def concatenate(parts: list[Trajectories]) -> Trajectories:
         audit=None
         if parts[0].audit is None
         else jax.tree.map(lambda *x: np.concatenate(x, axis=1), *[p.audit for p in parts]),
+        audit_layers=parts[0].audit_layers,
         audit_rows=tuple(int(o) + row for o, p in zip(offsets, parts, strict=True) for row in p.audit_rows),
     )

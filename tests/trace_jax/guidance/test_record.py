@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.trace_jax import small
 from trace_jax.guidance import RecordError, check_record, check_routes, row_hash
-from trace_jax.rl import row_shapes
+from trace_jax.quant import SITES
 
 NAME = "trace_all_sites"
+ROW_SHAPES = {site: small.MODEL.row_shape(site) for site in SITES}
 replace = dataclasses.replace
 
 
@@ -22,7 +23,7 @@ def check(record, *, spec=None, version=3, tokens=None, name=NAME):
     check_record(
         record,
         spec=spec or small.method(name).record_spec(small.MODEL),
-        row_shapes=row_shapes(small.MODEL),
+        row_shapes=ROW_SHAPES,
         tokens=trajectories.tokens if tokens is None else tokens,
         fed=trajectories.fed,
         weight_version=np.full(trajectories.tokens.shape, version, np.int32),
@@ -48,7 +49,7 @@ def test_accepts_no_record_where_none_is_expected():
     check_record(
         trajectories.record,
         spec=None,
-        row_shapes=row_shapes(small.MODEL),
+        row_shapes=ROW_SHAPES,
         tokens=trajectories.tokens,
         fed=trajectories.fed,
         weight_version=np.full(trajectories.tokens.shape, 3, np.int32),
@@ -103,7 +104,7 @@ def test_refuses_missing_and_additional_sites():
         check_record(
             record,
             spec=None,
-            row_shapes=row_shapes(small.MODEL),
+            row_shapes=ROW_SHAPES,
             tokens=small.rollout(NAME).tokens,
             fed=small.rollout(NAME).fed,
             weight_version=np.full(record.row_hash.shape, 3, np.int32),

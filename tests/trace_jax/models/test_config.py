@@ -5,14 +5,16 @@ import pytest
 from flax import nnx
 
 from tests.trace_jax import small
-from trace_jax.models import ModelConfig, Transformer, abstract, layer_runs, logical_axes, parameter_count
+from trace_jax.models import ModelConfig, Transformer, abstract, logical_axes, parameter_count
+from trace_jax.models.config import Layer
+from trace_jax.models.transformer import layer_runs
 from trace_jax.parallel import LOGICAL_AXES
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "gpt"}, r"model.family is 'gpt'; expected one of \('tiny_moe',\)"),
+        ({"family": "gpt"}, r"model.family is 'gpt'; expected one of .*'tiny_moe'"),
         ({"dtype": "float16"}, "model.dtype is 'float16'; expected one of"),
         ({"num_layers": 0}, "model.num_layers is 0; expected a positive size"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
@@ -43,14 +45,28 @@ def test_every_parameter_names_its_axes():
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "guided", "expected"),
+    ("layers", "guided", "expected"),
     [
-        (4, (), [(0, 4, False)]),
-        (4, (0, 1, 2, 3), [(0, 4, True)]),
-        (4, (2, 3), [(0, 2, False), (2, 4, True)]),
-        (5, (1, 3), [(0, 1, False), (1, 2, True), (2, 3, False), (3, 4, True), (4, 5, False)]),
-        (1, (0,), [(0, 1, True)]),
+        ("aaaa", (), [(0, 1, 4, False)]),
+        ("aaaa", (0, 1, 2, 3), [(0, 1, 4, True)]),
+        ("aaaa", (2, 3), [(0, 1, 2, False), (2, 1, 2, True)]),
+        ("aaaaa", (1, 3), [(i, 1, 1, i in (1, 3)) for i in range(5)]),
+        ("a", (0,), [(0, 1, 1, True)]),
+        ("dddfdddf", (), [(0, 4, 2, False)]),
+        ("dddfdddf", (4, 5, 6, 7), [(0, 3, 1, False)]),
+        ("sfsf", (2, 3), [(0, 1, 1, False)]),
     ],
 )
-def test_layer_runs(num_layers, guided, expected):
-    assert layer_runs(num_layers, guided) == expected
+def test_layer_runs(layers, guided, expected):
+    """Whatever the split, every layer is in one run and is what its place in the period says."""
+    layers = tuple(Layer(mixer, None, "moe") for mixer in layers)
+    runs = layer_runs(layers, guided)
+    covered = [
+        (run.start + r * run.period + i, layers[run.start + i], run.guided)
+        for run in runs
+        for r in range(run.repeats)
+        for i in range(run.period)
+    ]
+    assert covered == [(i, layer, i in guided) for i, layer in enumerate(layers)]
+    if len(set(layers)) == 1 or not guided:
+        assert runs == expected

@@ -15,6 +15,7 @@ from kernels_pallas.kv_cache import init_cache
 from kernels_pallas.quantize import quantize
 from tests.trace_jax import small
 from trace_jax.models.layers import LayerInputs
+from trace_jax.models.transformer import run_layer
 from trace_jax.quant import SITES, FakeQuantNumerics, PackedNumerics, QuantPlan
 
 MODEL = dataclasses.replace(small.MODEL, dtype="float32")
@@ -42,11 +43,10 @@ class Trainer(FakeQuantNumerics):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def layer(graphdef, state, x, positions, numerics, cache, valid):
+def layer(index, params, x, positions, numerics, cache, valid):
     with jax.default_matmul_precision("highest"):
-        block = nnx.merge(graphdef, state)
-        x, cache, experts, captured = block(x, positions, valid, LayerInputs(cache=cache), numerics, MODEL)
-    return x, cache, experts, captured
+        modules = nnx.merge(small.masters(MODEL)[0], params).layer(index)
+        return run_layer(*modules, x, positions, valid, LayerInputs(cache=cache), numerics, MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +56,19 @@ def runs():
     rollout = small.sync(params, PLAN, "float32")
     rng = np.random.default_rng(5)
     model = nnx.merge(graphdef, params)
-    block_def, stacked = nnx.split(model.blocks)
-    _, packed = nnx.split(nnx.merge(graphdef, rollout).blocks)
     x = model.embedding[...][jnp.asarray(rng.integers(0, MODEL.vocab_size, (BATCH, LENGTH)))]
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, LENGTH))
     valid = jnp.asarray(np.arange(LENGTH) < LENGTHS[:, None])
     found = []
     for index in range(MODEL.num_layers):
-        of_layer = functools.partial(jax.tree.map, lambda leaf, index=index: leaf[index])
         cache = init_cache(BATCH, LENGTH + 4, MODEL.num_kv_heads, MODEL.head_dim, PLAN.fp4)
-        after, filled, experts, prefill = layer(
-            block_def, of_layer(packed), x, positions, Packed(plan=PLAN), cache, valid
-        )
+        after, filled, experts, prefill = layer(index, rollout, x, positions, Packed(plan=PLAN), cache, valid)
         steps = []
         for t in range(LENGTH):
             column = slice(t, t + 1)
             out, cache, step_experts, captured = layer(
-                block_def,
-                of_layer(packed),
+                index,
+                rollout,
                 x[:, column],
                 positions[:, column],
                 Packed(plan=PLAN),
@@ -82,9 +77,7 @@ def runs():
             )
             steps.append((out, step_experts, captured))
         decode = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *steps)
-        trained, _, own_experts, trainer = layer(
-            block_def, of_layer(stacked), x, positions, Trainer(plan=PLAN), None, valid
-        )
+        trained, _, own_experts, trainer = layer(index, params, x, positions, Trainer(plan=PLAN), None, valid)
         found.append(
             {
                 "prefill": (after, experts, prefill, filled),

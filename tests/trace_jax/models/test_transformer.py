@@ -11,7 +11,7 @@ from flax import nnx
 
 from tests.trace_jax import small
 from trace_jax.guidance import GuidanceSpec
-from trace_jax.models.layers import MoE
+from trace_jax.models.moe import MoE
 from trace_jax.quant import Bf16Numerics, FakeQuantNumerics, QuantPlan, guides_of
 from trace_jax.rollout.rerecord import rerecord
 
@@ -98,11 +98,11 @@ def test_order_of_replayed_experts_does_not_matter_beyond_rounding(rows):
     assert np.median(np.abs(reversed_logits - logits)[fed]) < 0.02
 
 
-def route(router, h, replay, k=2):
+def route(router, h, replay):
     config = dataclasses.replace(MODEL, num_experts=5)
     moe = MoE(config, 1, nnx.Rngs(0))
     moe.router = nnx.Param(router)
-    return moe.route(h, replay, k)
+    return moe.route(h, replay, config)
 
 
 def test_gates_are_recomputed_at_the_recorded_experts(rng):
@@ -236,7 +236,7 @@ def test_embedding_gradients_sum_in_fp32():
     """A token that occurs 512 times gets the sum of 512 gradients; BF16 sums would stop growing on the way."""
     model = dataclasses.replace(MODEL, vocab_size=512, num_layers=1)
     graphdef, params = small.masters(model)
-    moe, attention = params["blocks"]["moe"], params["blocks"]["attention"]
+    moe, attention = params["moe"], params["attention"]
     for weight in (moe["down"], attention["output"]):  # layers that add nothing: each row is on its own
         weight.set_value(jnp.zeros_like(weight.get_value()))
     table = params["embedding"]

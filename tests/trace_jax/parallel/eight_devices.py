@@ -14,6 +14,7 @@ from kernels_pallas.quantize import quantize_codes
 from tests.trace_jax import small
 from trace_jax.alignment.report import audit_report
 from trace_jax.models.layers import LayerInputs
+from trace_jax.models.transformer import run_layer
 from trace_jax.parallel import MeshConfig, make_mesh
 from trace_jax.quant import SITES, FakeQuantNumerics, QuantPlan
 from trace_jax.rl import OptimizerConfig, RLConfig, Trainer, TrainState, make_batch, make_optimizer
@@ -28,11 +29,12 @@ LAYERS = tuple(range(MODEL.num_layers))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def layer_codes(graphdef, state, x, fed):
+def layer_codes(index, params, x, fed):
     """Codes at every site of one layer, and its output."""
     numerics = FakeQuantNumerics(plan=QuantPlan())
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    out, _, _, captured = nnx.merge(graphdef, state)(x, positions, fed, LayerInputs(), numerics, MODEL)
+    modules = nnx.merge(small.masters()[0], params).layer(index)
+    out, _, _, captured = run_layer(*modules, x, positions, fed, LayerInputs(), numerics, MODEL)
     return out, {site: quantize_codes(captured[site][0], QuantPlan().fp4) for site in SITES}
 
 
@@ -42,21 +44,14 @@ def placed(state, mesh):
 
 def layers(params, mesh, fed):
     """Share of differing codes per site, over all layers, each fed the single device's residual stream."""
-    graphdef, _ = nnx.split(nnx.merge(small.masters()[0], params).blocks)
     sharded = placed(TrainState(params=params, opt_state=()), mesh).params
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((8, 16, MODEL.hidden_size)), jnp.bfloat16)
     found = {site: [] for site in SITES}
     for index in LAYERS:
-        single, of_mesh = (
-            jax.tree.map(
-                lambda leaf, index=index: leaf[index], nnx.split(nnx.merge(small.masters()[0], p).blocks)[1]
-            )
-            for p in (params, sharded)
-        )
-        after, codes = layer_codes(graphdef, single, x, fed)
+        after, codes = layer_codes(index, params, x, fed)
         with jax.set_mesh(mesh):
-            _, others = layer_codes(graphdef, of_mesh, np.asarray(x), fed)
+            _, others = layer_codes(index, sharded, np.asarray(x), fed)
         for site in SITES:
             rows = np.broadcast_to(
                 fed.reshape(*fed.shape, *(1,) * (codes[site].codes.ndim - 2)), codes[site].codes.shape

@@ -5,23 +5,26 @@ import pytest
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, SITES, VALUE, QuantPlan
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
 
-SIZES = {"hidden_size": 64, "expert_hidden_size": 32, "head_dim": 32}
+EXPERTS, KV = {"hidden_size": 64, "expert_hidden_size": 32}, {"head_dim": 32}
 
 
 @pytest.mark.parametrize(("format", "block"), [("nvfp4", 16), ("mxfp4", 32)])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*EXPERTS, *KV])
 def test_size_that_is_no_multiple_of_the_block(format, block, name):
     plan = QuantPlan(format=format)
-    plan.check(**SIZES)
+    plan.check(experts=EXPERTS, kv=KV)
+    experts, kv = (
+        {key: 40 if key == name else size for key, size in sizes.items()} for sizes in (EXPERTS, KV)
+    )
     with pytest.raises(
         ValueError, match=rf"model\.{name} is 40, not a multiple of the {format} block of {block}"
     ):
-        plan.check(**SIZES | {name: 40})
+        plan.check(experts=experts, kv=kv)
 
 
 def test_sizes_of_tensors_that_stay_bf16_do_not_matter():
-    QuantPlan(kv=False).check(**SIZES | {"head_dim": 24})
-    QuantPlan(experts=False).check(**SIZES | {"hidden_size": 24, "expert_hidden_size": 8})
+    QuantPlan(kv=False).check(experts=EXPERTS, kv={"head_dim": 24})
+    QuantPlan(experts=False).check(experts={"hidden_size": 24, "expert_hidden_size": 8}, kv=KV)
 
 
 def test_sampler_refuses_a_model_that_no_block_divides():

@@ -20,8 +20,8 @@ FORMATS = ("nvfp4", "mxfp4")
 
 def expert_masters(params):
     return {
-        "gate_up": params["blocks"]["moe"]["gate_up"].get_value(),
-        "down": params["blocks"]["moe"]["down"].get_value(),
+        "gate_up": params["moe"]["gate_up"].get_value(),
+        "down": params["moe"]["down"].get_value(),
     }
 
 

@@ -55,7 +55,7 @@ class FrozenErrors:
 
 
 def expert_errors(params):
-    moe = params["blocks"]["moe"]
+    moe = params["moe"]
     weights = {name: moe[name].get_value() for name in ("gate_up", "down")}
     return {
         name: dequantize(quantize_codes(w, PLAN.fp4, axis=-2, row_axes=(-2, -1)), w.dtype) - w

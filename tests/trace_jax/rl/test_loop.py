@@ -161,7 +161,7 @@ def test_trainer_weights_are_the_rollouts_after_every_sync(run):
     previous = None
     for index, (_, history, params) in enumerate(run):
         packed = expert_guides(history[index + 1])
-        moe = {name: params["blocks"]["moe"][name].get_value() for name in packed}
+        moe = {name: params["moe"][name].get_value() for name in packed}
         operands = own_weights(moe)
         for name in packed:
             assert np.array_equal(operands[name], dequantize(packed[name]))

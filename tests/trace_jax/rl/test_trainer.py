@@ -105,9 +105,9 @@ def test_a_step_reports_the_mismatch_before_its_update(big_step):
 def test_check_finite_names_the_parameter(bad):
     params = copied(small.masters()[1])
     check_finite(params)
-    down = params["blocks"]["moe"]["down"]
-    params["blocks"]["moe"]["down"] = down.replace(down.get_value().at[1, 0, 2, 3].set(bad))
+    down = params["moe"]["down"]
+    params["moe"]["down"] = down.replace(down.get_value().at[1, 0, 2, 3].set(bad))
     with pytest.raises(
-        NonFiniteError, match=r"parameter 'blocks\.moe\.down' holds NaN or Inf \(1 of 14 parameters do\)"
+        NonFiniteError, match=r"parameter 'moe\.down' holds NaN or Inf \(1 of 14 parameters do\)"
     ):
         check_finite(params)

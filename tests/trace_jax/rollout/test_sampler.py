@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels_pallas.kv_cache import init_cache
 from tests.trace_jax import small
+from trace_jax.models import init_cache
 from trace_jax.quant import PackedNumerics, QuantPlan
 from trace_jax.rollout import RolloutConfig
 from trace_jax.rollout import sampler as sampler_module
@@ -88,9 +88,9 @@ def step(graphdef, params, tokens, positions, cache):
 
 def test_log_probs_against_a_token_by_token_recomputation():
     """Every token fed singly, by hand: the log-probs of the sampled tokens are those of the policy that drew them."""
-    t, c = small.rollout("trace_all_sites"), small.MODEL
+    t = small.rollout("trace_all_sites")
     graphdef = small.masters()[0]
-    cache = init_cache(len(t), t.tokens.shape[1], c.num_kv_heads, c.head_dim, PLAN.fp4, layers=c.num_layers)
+    cache = init_cache(small.MODEL, len(t), t.tokens.shape[1], PLAN.fp4)
     gaps = []
     for position in range(t.tokens.shape[1] - 1):
         column = np.full((len(t), 1), position, np.int32)
