@@ -115,7 +115,7 @@ def _rows_of_a_block(wanted: Sequence[range], max_bytes: int) -> int:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_block(whole: jax.Array, block: jax.Array, at: tuple[int, ...]) -> jax.Array:
+def _set_block(whole: jax.Array, block: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
     return jax.lax.dynamic_update_slice(whole, block.astype(whole.dtype), at)
 
 

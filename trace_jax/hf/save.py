@@ -127,7 +127,7 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _layer(x: jax.Array, layer: int) -> jax.Array:
+def _layer(x: jax.Array, layer: jax.Array) -> jax.Array:
     return _rounded(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
 
 

@@ -186,6 +186,12 @@ class Mapping:
                 f"{self.layers_of.get(first.stack)}."
             )
         unit = self.unit(first)
+        for link in links:
+            if link.transpose is not None and sorted(link.transpose) != list(range(len(unit))):
+                raise TableError(
+                    f"{link.tensor} has transpose {link.transpose}; "
+                    f"expected an order of the {len(unit)} axes of {unit}."
+                )
         if not unit:
             return
         axes = {link.axis % len(unit) for link in links}
