@@ -1,9 +1,11 @@
 """`config.json`, read strictly: a key that means something this model does not do is an error, not ignored."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from trace_jax.hf.folder import CheckpointFormatError
+from trace_jax.models.rope import RopeConfig, YarnConfig
 
 HARMLESS = frozenset(
     {
@@ -77,22 +79,56 @@ class HfConfig:
             )
 
 
-def rope_theta(hf: HfConfig) -> float:
-    """Base of plain rotary embeddings, in the place of transformers 5 or of 4.
+def rope_config(hf: HfConfig, head_dim: int, *, interleaved: bool = False) -> RopeConfig:
+    """Rotary embeddings, from where transformers 5 keeps them or 4 did.
+
+    Args:
+        head_dim: of the dimensions that `partial_rotary_factor` is a share of.
+        interleaved: the family rotates neighbouring dimensions.
 
     Raises:
-        CheckpointFormatError: any other kind of rotary embedding.
+        CheckpointFormatError: a kind or a key that the model does not honour.
     """
-    parameters = dict(hf.get("rope_parameters") or {})
-    scaling = hf.get("rope_scaling")
-    kind = parameters.pop("rope_type", "default")
-    theta = parameters.pop("rope_theta", None) or hf.get("rope_theta")
-    hf.unused("rope_theta")
-    if scaling is not None or kind != "default" or parameters:
-        raise CheckpointFormatError(
-            f"config.json has rope_parameters={hf.get('rope_parameters')!r} and rope_scaling={scaling!r}, which this "
-            "model does not implement; expected rope_type 'default' with nothing but rope_theta."
-        )
+    given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    hf.unused("rope_parameters", "rope_scaling")
+    theta, share = hf.get("rope_theta"), hf.get("partial_rotary_factor")
+    theta, share = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", share)
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    # Images have positions in three dimensions; those of text are the same in each.
+    for name in ("mrope_section", "mrope_interleaved"):
+        given.pop(name, None)
     if theta is None:
         raise CheckpointFormatError("config.json has no rope_theta.")
-    return float(theta)
+    scaling = None
+    if kind == "yarn":
+        names = {"original_max_position_embeddings": "original_length"}
+        known = {field.name for field in dataclasses.fields(YarnConfig)}
+        values = {names.get(name, name): value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in values.items() if name not in known}
+        if not given:
+            scaling = YarnConfig(**values)
+    if given or kind not in ("default", "yarn"):
+        raise CheckpointFormatError(
+            f"config.json has rope_type={kind!r} with {given}, which this model does not implement; expected 'default' "
+            "or 'yarn' with the keys of its paper."
+        )
+    return RopeConfig(
+        theta=float(theta),
+        dim=None if share in (None, 1, 1.0) else int(head_dim * share),
+        interleaved=interleaved,
+        scaling=scaling,
+    )
+
+
+def rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """The inverse of `rope_config`."""
+    found: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "yarn" if rope.scaling else "default"}
+    if rope.dim is not None:
+        found["partial_rotary_factor"] = rope.dim / head_dim
+    if rope.scaling is not None:
+        values = dataclasses.asdict(rope.scaling)
+        found["original_max_position_embeddings"] = values.pop("original_length")
+        # Zeros are how this project says that a key is not there.
+        found |= {name: value for name, value in values.items() if value not in (None, 0.0) or value is False}
+    return found

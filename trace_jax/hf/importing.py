@@ -67,7 +67,7 @@ def load_model(
         param: sharding_of(mesh, axes, mapping.shapes[param]) for param, axes in axes_by_path(config).items()
     }
     with Folder(path) as folder:
-        check_tensors(folder, mapping, lambda name: name.startswith(family.ignored))
+        check_tensors(folder, mapping, lambda name: name.startswith(family.ignored(config)))
         arrays = load_arrays(folder, mapping, shardings, dict.fromkeys(mapping.shapes, jnp.dtype(dtype)))
     return Imported(hf_config, family, config, to_state(abstract(config)[1], arrays))
 

@@ -9,14 +9,12 @@ from flax import nnx
 from trace_jax.hf.families import Family, family_of
 from trace_jax.hf.table import Mapping
 from trace_jax.models import ModelConfig, abstract, logical_axes
-
-PREFIX = ("blocks",)
-"""Where the stacks of parameters are in the state."""
+from trace_jax.models.transformer import STACKS
 
 
 def dotted(path: tuple[Any, ...]) -> str:
     """`moe.gate_up` for the path of a parameter in the state."""
-    return ".".join(str(part) for part in (path[len(PREFIX) :] if path[: len(PREFIX)] == PREFIX else path))
+    return ".".join(map(str, path))
 
 
 def by_path(state: nnx.State) -> dict[str, Any]:
@@ -35,8 +33,7 @@ def to_state(template: nnx.State, values: Maps[str, Any]) -> nnx.State:
 
 def layers_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Indices of the layers that each stack of parameters holds."""
-    every = tuple(range(config.num_layers))
-    return {"attention": every, "moe": every}
+    return {stack: config.layers_of(stack) for stack in STACKS}
 
 
 def axes_by_path(config: ModelConfig) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Activations and biases of experts, by [token, route slot]."""
+"""Activations and biases of experts, row by (token, route slot) row."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ def clamped_swiglu(
 
 
 @jax.custom_vjp
-def expert_bias(bias: Float[Array, "E N"], experts: Int[Array, "T k"]) -> Float[Array, "T k N"]:
-    """The bias of each (token, route slot)'s own expert, to be added to what `expert_matmul` gives."""
+def expert_bias(bias: Float[Array, "E N"], experts: Int[Array, "*rows"]) -> Float[Array, "*rows N"]:
+    """The bias of each (token, route slot) row's own expert, to be added to what `expert_matmul` gives."""
     return bias[experts]
 
 
@@ -34,8 +34,9 @@ def _expert_bias_bwd(residuals, cotangent):
     # A GEMM in the place of autodiff's scatter-add, in which thousands of rows contend for a few addresses, unordered.
     experts, bias = residuals
     acc = accumulator_dtype(bias.dtype)
-    chosen = jax.nn.one_hot(experts, bias.shape[0], dtype=acc)
-    summed = jnp.einsum("tke,tkn->en", chosen, cotangent.astype(acc), precision="highest")
+    chosen = jax.nn.one_hot(experts.reshape(-1), bias.shape[0], dtype=acc)
+    cotangent = cotangent.reshape(-1, bias.shape[1]).astype(acc)
+    summed = jnp.einsum("re,rn->en", chosen, cotangent, precision="highest")
     return summed.astype(bias.dtype), None
 
 

@@ -84,7 +84,7 @@ class MoE(nnx.Module):
         logits = jnp.matmul(h.astype(acc), weight("router"), precision="highest")
         if config.router.bias:
             logits = logits + weight("router_bias")
-        correction = weight("router_correction") if config.router.correction else None
+        correction = self.router_correction[...] if config.router.correction else None
         return route(logits, config.experts_per_token, replay, config.router, correction)
 
     def _biased(self, y, name: str, experts, dtype):

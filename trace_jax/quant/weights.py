@@ -14,6 +14,9 @@ from trace_jax.quant.fake_quant import cast_weight
 from trace_jax.quant.plan import QuantPlan
 
 EXPERT_WEIGHTS = ("gate_up", "down")
+KEPT_WIDE = ("router_correction",)
+"""Those that stay FP32 in a rollout: the last bits decide which expert is chosen."""
+
 GATED = ("gate_up",)
 """Those whose columns are a gate's, then those of an up projection."""
 
@@ -58,6 +61,8 @@ def rollout_weights(masters: nnx.State, plan: QuantPlan | None, dtype: str) -> n
         w = variable.get_value()
         if plan is not None and plan.experts and is_expert_weight(path):
             return variable.replace(quantize_weight(w, plan))
+        if path[-1] in KEPT_WIDE:
+            return variable.replace(jnp.copy(w))
         # A copy also where the dtype is the masters' own: the train step donates the masters' buffers.
         return variable.replace(jnp.copy(cast_weight(w, dtype)))
 

@@ -94,3 +94,9 @@ def test_tensors_that_do_not_fit_are_refused(checkpoint):
         from_blocks(blocks, scales[:, :-1])
     with pytest.raises(ValueError, match="cannot store nvfp4"):
         to_blocks(quantize(jnp.ones((2, 32, 4)), NVFP4, axis=-2, row_axes=(-2, -1)))
+
+
+def test_columns_are_put_apart_before_or_after_decoding(checkpoint):
+    blocks, scales = checkpoint
+    found = dequantize(from_blocks(split_pairs(blocks, 1), split_pairs(scales, 1)), jnp.float32)
+    assert np.array_equal(found, split_pairs(decoded(blocks, scales), -1))

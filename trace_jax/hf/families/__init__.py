@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from trace_jax.hf.config import HfConfig
-from trace_jax.hf.families import qwen3_moe
+from trace_jax.hf.families import deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_5_moe, qwen3_moe
 from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.table import Link
 from trace_jax.models import ModelConfig
@@ -22,7 +22,7 @@ class Family(NamedTuple):
     model_config: Callable[[HfConfig], ModelConfig]
     hf_config: Callable[[ModelConfig], dict[str, Any]]
     table: Callable[[ModelConfig], list[Link]]
-    ignored: tuple[str, ...]
+    ignored: Callable[[ModelConfig], tuple[str, ...]]
 
 
 def _family(module: Any) -> Family:
@@ -32,12 +32,15 @@ def _family(module: Any) -> Family:
         model_config=module.model_config,
         hf_config=module.hf_config,
         table=module.table,
-        ignored=module.IGNORED,
+        ignored=module.ignored,
     )
 
 
-FAMILIES = {module.MODEL_TYPE: _family(module) for module in (qwen3_moe,)}
-FAMILY_OF = {"tiny_moe": "qwen3_moe"}
+FAMILIES = {
+    module.MODEL_TYPE: _family(module)
+    for module in (deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_5_moe, qwen3_moe)
+}
+FAMILY_OF = {"tiny_moe": "qwen3_moe", "qwen3_5_moe": "qwen3_5_moe_text"}
 """`ModelConfig.family` -> `model_type`, where they differ."""
 
 

@@ -1,0 +1,101 @@
+"""Qwen3.5-MoE, text (`model_type` qwen3_5_moe_text): gated DeltaNet, gated attention every 4th layer, shared expert."""
+
+from typing import Any
+
+from trace_jax.hf.config import HfConfig, rope_config
+from trace_jax.hf.families.parts import LAYER, MLP, attention, ends, experts, hf_sizes, shared_expert, sizes
+from trace_jax.hf.folder import CheckpointFormatError
+from trace_jax.hf.table import Link, linear
+from trace_jax.models import ModelConfig
+from trace_jax.models.config import DeltaConfig
+
+MODEL_TYPE = "qwen3_5_moe_text"
+ARCHITECTURE = "Qwen3_5MoeForCausalLM"
+KINDS = {"linear_attention": "delta", "full_attention": "full"}
+
+
+def model_config(hf: HfConfig) -> ModelConfig:
+    hf.require("attention_bias", False)
+    hf.require("attn_output_gate", True)
+    hf.require("hidden_act", "silu")
+    hf.unused(
+        "full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"
+    )
+    common = sizes(hf)
+    interval = hf.get("full_attention_interval", 4)
+    names = hf.get("layer_types") or [
+        "full_attention" if (i + 1) % interval == 0 else "linear_attention"
+        for i in range(common["num_layers"])
+    ]
+    if set(names) != set(KINDS) or names != _repeated(names[: names.index("full_attention") + 1], len(names)):
+        raise CheckpointFormatError(
+            f"config.json has layer_types={names}; expected a period of linear attention that full attention ends."
+        )
+    return ModelConfig(
+        **common,
+        family="qwen3_5_moe",
+        layer_types=tuple(KINDS[name] for name in names[: names.index("full_attention") + 1]),
+        num_experts=hf.take("num_experts"),
+        experts_per_token=hf.take("num_experts_per_tok"),
+        expert_hidden_size=hf.take("moe_intermediate_size"),
+        shared_expert_size=hf.take("shared_expert_intermediate_size"),
+        shared_expert_gate=True,
+        output_gate=True,
+        centred_norms=True,
+        delta=DeltaConfig(
+            key_heads=hf.take("linear_num_key_heads"),
+            value_heads=hf.take("linear_num_value_heads"),
+            key_dim=hf.take("linear_key_head_dim"),
+            value_dim=hf.take("linear_value_head_dim"),
+            conv_width=hf.take("linear_conv_kernel_dim"),
+        ),
+        rope=rope_config(hf, common["head_dim"]),
+    )
+
+
+def _repeated(period: list[str], length: int) -> list[str]:
+    return [period[i % len(period)] for i in range(length)]
+
+
+def ignored(config: ModelConfig) -> tuple[str, ...]:
+    return ("mtp.",)  # predicts the token after the next
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    c = config.delta
+    names = {kind: name for name, kind in KINDS.items()}
+    return {
+        **hf_sizes(config),
+        "attention_bias": False,
+        "layer_types": _repeated([names[kind] for kind in config.layer_types], config.num_layers),
+        "linear_conv_kernel_dim": c.conv_width,
+        "linear_key_head_dim": c.key_dim,
+        "linear_num_key_heads": c.key_heads,
+        "linear_num_value_heads": c.value_heads,
+        "linear_value_head_dim": c.value_dim,
+        "moe_intermediate_size": config.expert_hidden_size,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "shared_expert_intermediate_size": config.shared_expert_size,
+    }
+
+
+def table(config: ModelConfig) -> list[Link]:
+    delta = f"{LAYER}.linear_attn"
+    return [
+        *ends(config),
+        *attention(config),
+        Link(param="delta.norm", tensor=f"{LAYER}.input_layernorm.weight"),
+        linear("delta.qkv", f"{delta}.in_proj_qkv.weight"),
+        linear("delta.gate", f"{delta}.in_proj_z.weight"),
+        linear("delta.decay", f"{delta}.in_proj_a.weight"),
+        linear("delta.beta", f"{delta}.in_proj_b.weight"),
+        linear("delta.conv", f"{delta}.conv1d.weight", squeeze=1),
+        Link(param="delta.log_rate", tensor=f"{delta}.A_log"),
+        Link(param="delta.step_bias", tensor=f"{delta}.dt_bias"),
+        Link(param="delta.output_norm", tensor=f"{delta}.norm.weight"),
+        linear("delta.output", f"{delta}.out_proj.weight"),
+        *experts(config, MLP),
+        *shared_expert(config, f"{MLP}.shared_expert"),
+        linear("moe.shared_gate", f"{MLP}.shared_expert_gate.weight"),
+    ]
