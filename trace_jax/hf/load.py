@@ -183,10 +183,10 @@ def _read_part(
     # Packed tensors are read whole along their last axis: what is packed there is cut once it is unpacked.
     raw = link.raw(slices, slice(0, 1))
     rest: tuple[slice, ...] = ()
-    if link.codec != PLAIN and raw:
-        rest, raw = (*[slice(None)] * (len(raw) - 1), raw[-1]), raw[:-1]
+    if link.codec != PLAIN:
+        rest, raw = raw[-1:], raw[:-1]
     try:
         values = link.codec.decode(folder.read(name, raw))
     except CodecError as error:
         raise CheckpointFormatError(f"{name} in {folder.path / folder.file_of(name)}: {error}") from error
-    return part, take(link.to_unit(values[rest]), within, link.axis)
+    return part, take(link.to_unit(values[(..., *rest)]), within, link.axis)

@@ -240,8 +240,9 @@ def put(x: np.ndarray, part: Part, axis: int, value: np.ndarray) -> None:
 
 
 def _index(ndim: int, part: Part, axis: int) -> tuple[Any, ...]:
+    if not ndim:
+        return (...,)
     index: list[Any] = [slice(None)] * ndim
-    if ndim:
-        increasing = isinstance(part, range) and part.step > 0
-        index[axis] = slice(part.start, part.stop, part.step) if increasing else np.asarray(part)
+    increasing = isinstance(part, range) and part.step > 0
+    index[axis] = slice(part.start, part.stop, part.step) if increasing else np.asarray(part)
     return tuple(index)

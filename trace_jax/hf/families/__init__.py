@@ -1,5 +1,6 @@
 """One file per family: its `config.json` both ways, and its table of tensors."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -78,13 +79,25 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def write_config(config: ModelConfig, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `config.json` of a model in BF16: `base`, the one that it came from, if that still describes it."""
+    """The `config.json` of a model in BF16: `base`, the one that it came from, if that still describes it.
+
+    Raises:
+        CheckpointFormatError: the family has no words for something of the model.
+    """
     family = family_of(config)
     ours = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.hf_config(config),
     }
-    if base is not None and read_config(base)[1] == read_config(ours)[1]:
+    described = read_config(ours)[1]
+    said = {field.name for field in dataclasses.fields(config)} - {"family", "dtype", "remat"}
+    differ = [name for name in sorted(said) if getattr(config, name) != getattr(described, name)]
+    if differ:
+        raise CheckpointFormatError(
+            f"{family.model_type} checkpoints cannot say "
+            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in differ)}; there is no export of this model."
+        )
+    if base is not None and read_config(base)[1] == described:
         ours = {name: value for name, value in base.items() if name != "quantization_config"}
     return {**ours, "dtype": "bfloat16"}
