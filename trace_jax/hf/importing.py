@@ -73,7 +73,7 @@ def load_model(
 
 
 def sharding_of(
-    mesh: jax.sharding.Mesh | None, axes: tuple[str, ...], shape: tuple[int, ...]
+    mesh: jax.sharding.Mesh | None, axes: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> jax.sharding.Sharding:
     """Sharding by logical axes; the first device without a mesh."""
     if mesh is None:

@@ -36,7 +36,7 @@ def layers_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {stack: config.layers_of(stack) for stack in STACKS}
 
 
-def axes_by_path(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+def axes_by_path(config: ModelConfig) -> dict[str, tuple[str | None, ...]]:
     """Logical axes of each parameter."""
     return by_path(logical_axes(abstract(config)[1]))
 

@@ -14,8 +14,8 @@ from trace_jax.models import ModelConfig
 class Family(NamedTuple):
     """How checkpoints of one `model_type` are read and written.
 
-    `model_config` and `hf_config` are inverses; `table` maps every parameter; `ignored` are the beginnings of the names
-    of tensors that a checkpoint may hold for nothing.
+    `model_config` and `hf_config` are inverses; `table` maps every parameter, `engine_table` does with a matrix of its
+    own for each expert; `ignored` are the beginnings of the names of tensors that a checkpoint may hold for nothing.
     """
 
     model_type: str
@@ -23,6 +23,7 @@ class Family(NamedTuple):
     model_config: Callable[[HfConfig], ModelConfig]
     hf_config: Callable[[ModelConfig], dict[str, Any]]
     table: Callable[[ModelConfig], list[Link]]
+    engine_table: Callable[[ModelConfig], list[Link]]
     ignored: Callable[[ModelConfig], tuple[str, ...]]
 
 
@@ -33,6 +34,7 @@ def _family(module: Any) -> Family:
         model_config=module.model_config,
         hf_config=module.hf_config,
         table=module.table,
+        engine_table=getattr(module, "engine_table", module.table),
         ignored=module.ignored,
     )
 
