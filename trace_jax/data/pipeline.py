@@ -11,12 +11,16 @@ from trace_jax.data.problem import DataError, Problem, ProblemSource
 
 
 def encode_prompt(source: ProblemSource, problem: Problem) -> Int32[np.ndarray, " tokens"]:
-    """The begin token, then the prompt.
+    """The prompt, after the begin token where there is one and the prompt (a chat template's, say) does not have it.
 
     Raises:
-      DataError: more tokens than `source.max_prompt_tokens`.
+      DataError: no tokens, or more than `source.max_prompt_tokens`.
     """
-    tokens = [source.tokenizer.bos_id, *source.tokenizer.encode(problem.prompt)]
+    tokens, bos_id = source.tokenizer.encode(problem.prompt), source.tokenizer.bos_id
+    if bos_id is not None and tokens[:1] != [bos_id]:
+        tokens = [bos_id, *tokens]
+    if not tokens:
+        raise DataError(f"a prompt of task {source.name!r} has no tokens: {problem.prompt!r}")
     if len(tokens) > source.max_prompt_tokens:
         raise DataError(
             f"a prompt of task {source.name!r} has {len(tokens)} tokens (with the begin token), max_prompt_tokens "

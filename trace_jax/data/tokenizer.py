@@ -9,11 +9,14 @@ _FIRST = 3
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the pipelines and the rollout need of a tokenizer; ids are in [0, vocab_size)."""
+    """What the pipelines and the rollout need of a tokenizer; ids are in [0, vocab_size).
+
+    `bos_id` begins every sequence; None for models that are trained without such a token.
+    """
 
     vocab_size: int
     pad_id: int
-    bos_id: int
+    bos_id: int | None
     eos_id: int
 
     def encode(self, text: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from trace_jax.models.cache import init_cache, lay_out
 from trace_jax.models.config import ModelConfig
+from trace_jax.models.gguf import GgufError
+from trace_jax.models.llama import load_llama
 from trace_jax.models.transformer import (
     ForwardOutput,
     Transformer,
@@ -10,15 +12,19 @@ from trace_jax.models.transformer import (
     logical_axes,
     parameter_count,
 )
+from trace_jax.models.upcycle import UpcycleConfig
 
 __all__ = [
     "ForwardOutput",
+    "GgufError",
     "ModelConfig",
     "Transformer",
+    "UpcycleConfig",
     "abstract",
     "create",
     "init_cache",
     "lay_out",
+    "load_llama",
     "logical_axes",
     "parameter_count",
 ]

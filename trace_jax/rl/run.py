@@ -12,8 +12,8 @@ from flax import nnx
 
 from trace_jax.alignment.summary import Run
 from trace_jax.config import ConfigError, check_range, from_mapping, to_mapping
-from trace_jax.data import encode_prompt, prompt_iterator
-from trace_jax.models import ModelConfig, abstract, create, logical_axes
+from trace_jax.data import encode_prompt, prompt_iterator, smollm2_file
+from trace_jax.models import ModelConfig, abstract, create, load_llama, logical_axes
 from trace_jax.parallel import MeshConfig, make_mesh, shard
 from trace_jax.rl.config import OptimizerConfig, RLConfig
 from trace_jax.rl.evaluation import Evaluator
@@ -25,10 +25,16 @@ from trace_jax.runs import Checkpoints, MetricsWriter, Progress, RunFolder, RunF
 from trace_jax.runs.files import write_atomically
 from trace_jax.tasks import Split, TaskConfig, make_task
 
+# What `init_from` calls the model that comes with a package.
+SMOLLM2 = "smollm2"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that determines a run. `init_from` is the run folder of a warm start, None for random weights."""
+    """Everything that determines a run.
+
+    `init_from` is the run folder of a warm start, `smollm2` for that model's weights, None for random ones.
+    """
 
     name: str
     root: str = "runs"
@@ -62,12 +68,17 @@ def with_vocabulary(model: ModelConfig, task_config: TaskConfig) -> ModelConfig:
 
 
 def load_params(folder: str | Path, model: ModelConfig, step: int | None = None) -> nnx.State:
-    """FP32 masters of a warm start or an RL run, from its latest (or a given) checkpoint.
+    """FP32 masters of a warm start or an RL run, from its latest (or a given) checkpoint; or those of `smollm2`.
+
+    SmolLM2 comes from its package, upcycled where the model has experts (`models.upcycle`).
 
     Raises:
-        FileNotFoundError: the folder has no checkpoint.
+        FileNotFoundError: the folder has no checkpoint, or SmolLM2's package is not installed.
         CheckpointError: it is damaged or of another model.
+        ConfigError: the model is not SmolLM2's, nor one that it can be upcycled to.
     """
+    if folder == SMOLLM2:
+        return load_llama(smollm2_file(), model)
     checkpoints = Checkpoints(RunFolder(Path(folder)).checkpoints_path)
     template = {"train": {"params": abstract(model, jax.devices()[0])[1]}}
     restored = checkpoints.restore(template, step, partial=True)

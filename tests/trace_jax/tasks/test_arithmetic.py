@@ -144,7 +144,7 @@ def test_make_task():
     assert (len(train), len(evaluation)) == (5, 3)
     assert train.config.operations == ("add",)
     with pytest.raises(
-        TaskError, match=r"unknown task 'arithmetics'; expected one of arithmetic, reasoning_gym/"
+        TaskError, match=r"unknown task 'arithmetics'; expected one of arithmetic, jsonl, reasoning_gym/"
     ):
         make_task(TaskConfig(name="arithmetics"))
     with pytest.raises(TaskError, match=r"task 'arithmetic' is empty: eval_size is 0"):

@@ -1,0 +1,56 @@
+"""Any task as a chat: every prompt is a user's message in the tokenizer's chat template."""
+
+import dataclasses
+import datetime
+
+from trace_jax.data import HfTokenizer, Problem
+from trace_jax.tasks.base import Task, TaskError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """The conversation around a prompt.
+
+    Attributes:
+      system: the system message; None leaves it to the template.
+      date: the day, YYYY-MM-DD, for templates that print one. Fixed, so that prompts do not change from day to day.
+    """
+
+    system: str | None = None
+    date: str = "2025-01-01"
+
+    def __post_init__(self):
+        datetime.date.fromisoformat(self.date)  # its ValueError names the text
+
+
+class ChatTask:
+    """A task whose prompts are conversations; problems and scores are the task's own.
+
+    Raises:
+      TaskError: the task's tokenizer has no chat template.
+    """
+
+    def __init__(self, task: Task, config: ChatConfig):
+        if not isinstance(task.tokenizer, HfTokenizer):
+            raise TaskError(
+                f"task.chat needs a tokenizer with a chat template; that of task {task.name!r} is "
+                f"{type(task.tokenizer).__name__}: set task.tokenizer to smollm2 or to a model's folder"
+            )
+        self.name = task.name
+        self.tokenizer = task.tokenizer
+        self.max_prompt_tokens = task.max_prompt_tokens
+        self._task = task
+        self._system = [] if config.system is None else [{"role": "system", "content": config.system}]
+        self._date = datetime.date.fromisoformat(config.date)
+
+    def __len__(self) -> int:
+        return len(self._task)
+
+    def sample(self, index: int) -> Problem:
+        """The task's problem, its prompt up to where the assistant answers."""
+        problem = self._task.sample(index)
+        messages = [*self._system, {"role": "user", "content": problem.prompt}]
+        return dataclasses.replace(problem, prompt=self.tokenizer.chat(messages, date=self._date))
+
+    def score(self, completion: str, problem: Problem) -> float:
+        return self._task.score(completion, problem)
