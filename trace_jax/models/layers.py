@@ -67,7 +67,8 @@ def linear(
     """Projection in the compute dtype; a bias is added before the result is rounded."""
     out = matmul(x, cast_weight(w[...], x.dtype))
     if bias is not None:
-        out = out + cast_weight(bias[...], x.dtype).astype(out.dtype)
+        row = cast_weight(bias[...], x.dtype).astype(out.dtype)
+        out = out + row.reshape(*[1] * (out.ndim - 1), -1)
     return out.astype(x.dtype)
 
 

@@ -83,7 +83,7 @@ class MoE(nnx.Module):
 
         logits = jnp.matmul(h.astype(acc), weight("router"), precision="highest")
         if config.router.bias:
-            logits = logits + weight("router_bias")
+            logits = logits + weight("router_bias").reshape(1, 1, -1)
         correction = self.router_correction[...] if config.router.correction else None
         return route(logits, config.experts_per_token, replay, config.router, correction)
 
