@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from tests.trace_jax.families import ROOT as TINY
 from trace_jax.hf.folder import INDEX, SINGLE, Folder
 
-TINY = pathlib.Path(__file__).parents[2] / "data" / "hf_tiny"
+__all__ = ["TINY", "InMemory", "changed", "configured", "split"]
 NAMES = {"bfloat16": "BF16", "float32": "F32", "uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
 
 

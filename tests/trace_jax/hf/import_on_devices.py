@@ -28,7 +28,7 @@ def main(folder: str, out: str) -> dict:
         cut = str(error)
     return {
         "equal": all(np.array_equal(a, b) for a, b in pairs),
-        "spec": str(gate_up.sharding.spec),
+        "spec": list(gate_up.sharding.spec),
         "shard": gate_up.addressable_shards[0].data.shape,
         "whole": gate_up.shape,
         "packed_equal": all(np.array_equal(a, b) for a, b in packed_pairs),

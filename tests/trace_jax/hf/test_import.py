@@ -56,7 +56,7 @@ def test_import_onto_eight_devices(tmp_path):
     )
     assert found["equal"] and found["packed_equal"]
     # [L, E, D, 2F] by layers, experts, fsdp and tensor.
-    assert found["spec"] == "PartitionSpec(None, 'expert', 'fsdp', 'tensor')"
+    assert found["spec"] == [None, "expert", "fsdp", "tensor"]
     assert found["shard"] == [4, 4, 32, 32] and found["whole"] == [4, 8, 64, 64]
     # The down projection's 32 inputs on 4 devices are half a block each.
     assert "moe.down" in found["cut"] and "cuts a block of 16" in found["cut"]
