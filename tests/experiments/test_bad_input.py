@@ -14,7 +14,6 @@ from experiments.common import method_config
 from tests.experiments.settings import composed, run_config
 from trace_jax.config import ConfigError, from_mapping
 from trace_jax.data import DataError
-from trace_jax.models import ModelConfig
 from trace_jax.quant import PlanError
 from trace_jax.rl import NonFiniteError
 from trace_jax.rl.run import RunConfig, load_params, make_loop, train
@@ -137,7 +136,7 @@ def test_a_truncated_checkpoint_names_the_file_and_the_good_one(finished, tmp_pa
 
 def test_a_checkpoint_of_another_model(finished):
     config, _ = finished
-    other = ModelConfig(**{**dataclasses.asdict(config.model), "num_layers": 3, "vocab_size": 17})
+    other = dataclasses.replace(config.model, num_layers=3, vocab_size=17)
     with pytest.raises(CheckpointError, match=r"moe.*\[2, 32\].*\[3, 32\]"):
         load_params(Path(config.root) / "run", other)
 

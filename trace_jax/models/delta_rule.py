@@ -171,12 +171,14 @@ def unit_lower_inverse(a: Float[Array, "C C"]) -> Float[Array, "C C"]:
     like binomials before they cancel.)
     """
     row, column = jnp.indices(a.shape)
-    inverse, width = jnp.eye(len(a), dtype=a.dtype), 1
-    while width < len(a):
-        neighbours = (row // width == column // width + 1) & (row // width % 2 == 1)
-        inverse -= _matmul(_matmul(inverse, jnp.where(neighbours, a, 0)), inverse)
-        width *= 2
-    return inverse
+
+    def double(level, inverse):
+        row_block, column_block = row >> level, column >> level
+        neighbours = (row_block == column_block + 1) & (row_block & 1 == 1)
+        return inverse - _matmul(_matmul(inverse, jnp.where(neighbours, a, 0)), inverse)
+
+    # A loop: the products are compiled once, not once per level.
+    return lax.fori_loop(0, (len(a) - 1).bit_length(), double, jnp.eye(len(a), dtype=a.dtype))
 
 
 def _unit_lower_inverse_fwd(a):

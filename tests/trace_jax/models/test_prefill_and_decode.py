@@ -11,14 +11,15 @@ from flax import nnx
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import unpack_codes
-from kernels_pallas.kv_cache import init_cache
 from kernels_pallas.quantize import quantize
 from tests.trace_jax import small
+from tests.trace_jax.families import FAMILIES, config_of
+from trace_jax.models import init_cache
 from trace_jax.models.layers import LayerInputs
 from trace_jax.models.transformer import run_layer
 from trace_jax.quant import SITES, FakeQuantNumerics, PackedNumerics, QuantPlan
 
-MODEL = dataclasses.replace(small.MODEL, dtype="float32")
+MODELS = {"tiny_moe": small.MODEL} | {family: config_of(family) for family in FAMILIES}
 PLAN = QuantPlan()
 BATCH, LENGTH = 3, 12
 LENGTHS = np.array([12, 9, 5])
@@ -42,33 +43,39 @@ class Trainer(FakeQuantNumerics):
         return operand, (quantize(x, self.plan.fp4), x)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def layer(index, params, x, positions, numerics, cache, valid):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6))
+def layer(model, window, graphdef, state, x, positions, numerics, cache, valid):
     with jax.default_matmul_precision("highest"):
-        modules = nnx.merge(small.masters(MODEL)[0], params).layer(index)
-        return run_layer(*modules, x, positions, valid, LayerInputs(cache=cache), numerics, MODEL)
+        inputs = LayerInputs(cache=cache, window=window)
+        return run_layer(*nnx.merge(graphdef, state), x, positions, valid, inputs, numerics, model)
 
 
-@pytest.fixture(scope="module")
-def runs():
+def cache_of_layer(model, mixer, length):
+    """A cache of one layer, without the axis of layers."""
+    return jax.tree.map(lambda leaf: leaf[0], init_cache(model, BATCH, length, PLAN.fp4)[mixer])
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def runs(request):
     """Per layer: (prefill, decode, trainer), each {site: (codes, rows before rounding or None)}, and the experts."""
-    graphdef, params = small.masters(MODEL)
-    rollout = small.sync(params, PLAN, "float32")
+    config = dataclasses.replace(MODELS[request.param], dtype="float32")
+    graphdef, params = small.masters(config)
+    model, packed = (nnx.merge(graphdef, p) for p in (params, small.sync(params, PLAN, "float32")))
     rng = np.random.default_rng(5)
-    model = nnx.merge(graphdef, params)
-    x = model.embedding[...][jnp.asarray(rng.integers(0, MODEL.vocab_size, (BATCH, LENGTH)))]
+    x = model.embedding[...][jnp.asarray(rng.integers(0, config.vocab_size, (BATCH, LENGTH)))]
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (BATCH, LENGTH))
     valid = jnp.asarray(np.arange(LENGTH) < LENGTHS[:, None])
     found = []
-    for index in range(MODEL.num_layers):
-        cache = init_cache(BATCH, LENGTH + 4, MODEL.num_kv_heads, MODEL.head_dim, PLAN.fp4)
-        after, filled, experts, prefill = layer(index, rollout, x, positions, Packed(plan=PLAN), cache, valid)
+    for index, kind in enumerate(config.layers):
+        of_rollout, of_trainer = (nnx.split(m.layer(index)) for m in (packed, model))
+        run = functools.partial(layer, config, kind.window)
+        cache = cache_of_layer(config, kind.mixer, LENGTH + 4)
+        after, filled, experts, prefill = run(*of_rollout, x, positions, Packed(plan=PLAN), cache, valid)
         steps = []
         for t in range(LENGTH):
             column = slice(t, t + 1)
-            out, cache, step_experts, captured = layer(
-                index,
-                rollout,
+            out, cache, step_experts, captured = run(
+                *of_rollout,
                 x[:, column],
                 positions[:, column],
                 Packed(plan=PLAN),
@@ -77,7 +84,7 @@ def runs():
             )
             steps.append((out, step_experts, captured))
         decode = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *steps)
-        trained, _, own_experts, trainer = layer(index, params, x, positions, Trainer(plan=PLAN), None, valid)
+        trained, _, own_experts, trainer = run(*of_trainer, x, positions, Trainer(plan=PLAN), None, valid)
         found.append(
             {
                 "prefill": (after, experts, prefill, filled),
@@ -107,7 +114,8 @@ def sensitive(x):
 @pytest.mark.parametrize("site", SITES)
 def test_codes_are_those_of_the_prefill(runs, path, site):
     valid = np.arange(LENGTH) < LENGTHS[:, None]
-    for index, run in enumerate(runs):
+    layers = [(index, run) for index, run in enumerate(runs) if site in run["trainer"][2]]
+    for index, run in layers:
         # K and V of the cache paths are rounded inside `append`; the trainer holds the same rows before rounding.
         reference, other = codes_of(run["prefill"][2][site]), codes_of(run[path][2][site])
         rows = run["trainer"][2][site][1]
@@ -127,7 +135,8 @@ def test_codes_are_those_of_the_prefill(runs, path, site):
 def test_layer_outputs_and_routes_agree(runs, path):
     valid = np.arange(LENGTH) < LENGTHS[:, None]
     for run in runs:
-        assert np.array_equal(run["prefill"][1][valid], run[path][1][valid])
+        if run["prefill"][1] is not None:
+            assert np.array_equal(run["prefill"][1][valid], run[path][1][valid])
         # Where a code flipped, the row moves by a rounding step; most rows have none.
         gap = np.abs(run["prefill"][0] - run[path][0])[valid].max(-1)
         assert np.median(gap) < 1e-4 and gap.max() < 0.3
@@ -135,8 +144,10 @@ def test_layer_outputs_and_routes_agree(runs, path):
 
 def test_caches_of_prefill_and_decode_hold_the_fed_rows_only(runs):
     for run in runs:
-        for name in ("k", "v"):
-            prefill, decode = getattr(run["prefill"][3], name), getattr(run["decode"][3], name)
+        for name in ("k", "v", "latent"):
+            prefill, decode = (getattr(run[path][3], name, None) for path in ("prefill", "decode"))
+            if prefill is None:
+                continue
             same = (prefill.words == decode.words).mean()
             assert same > 0.98
             for sequence, length in enumerate(LENGTHS):
