@@ -33,15 +33,20 @@ def load_dense(folder: str) -> tuple[ModelConfig, nnx.State]:
         loaded = load_model(folder)
         return loaded.config, loaded.params
     quantized = load_quantized(folder)
+    return quantized.config, dense(quantized.rollout)
 
-    def dense(variable):
+
+@jax.jit
+def dense(rollout: nnx.State) -> nnx.State:
+    """FP32 values of a rollout's parameters."""
+
+    def convert(variable):
         x = variable.get_value()
         return variable.replace(
             dequantize(x, jnp.float32) if isinstance(x, Fp4Array) else x.astype(jnp.float32)
         )
 
-    flat = nnx.to_flat_state(quantized.rollout)
-    return quantized.config, nnx.from_flat_state([(path, dense(variable)) for path, variable in flat])
+    return nnx.from_flat_state([(path, convert(variable)) for path, variable in nnx.to_flat_state(rollout)])
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -64,40 +64,45 @@ class ExportConfig:
         return {EXPERT_INPUT: self.expert_input_scale, DOWN_INPUT: self.down_input_scale}
 
 
-def read_masters(export: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPlan]:
+def read_masters(config: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPlan]:
     """Model, masters, and the plan of its rollouts (the default one where there were none in FP4)."""
-    if export.checkpoint is not None:
-        loaded = load_model(export.checkpoint)
+    if config.checkpoint is not None:
+        loaded = load_model(config.checkpoint)
         return loaded.config, loaded.params, QuantPlan()
-    stored = RunFolder(Path(export.run)).config()
+    stored = RunFolder(Path(config.run)).config()
     model, task = from_mapping(ModelConfig, stored["model"]), from_mapping(TaskConfig, stored["task"])
     model = with_vocabulary(model, task)
     plan = None
     if "method" in stored:
         plan = from_mapping(MethodConfig, stored["method"]).rollout_plan()
-    return model, load_params(export.run, model, export.step), plan or QuantPlan()
+    return model, load_params(config.run, model, config.step), plan or QuantPlan()
+
+
+def export(config: ExportConfig) -> None:
+    """Writes the folder that the config describes."""
+    model, masters, plan = read_masters(config)
+    if config.format == "bf16":
+        export_bf16(masters, model, config.out, source=config.checkpoint)
+        return
+    rollout = jax.jit(rollout_weights, static_argnums=(1, 2))(masters, plan, "bfloat16")
+    export_nvfp4(
+        rollout,
+        model,
+        plan,
+        LAYOUTS[config.format],
+        config.out,
+        input_scales=config.input_scales,
+        native_fp4=config.native_fp4,
+        source=config.checkpoint,
+    )
 
 
 @hydra.main(config_path=CONFIGS, config_name="export_hf", version_base="1.3")
 @script
 def main(config: DictConfig) -> None:
-    export = from_mapping(ExportConfig, config)
-    model, masters, plan = read_masters(export)
-    if export.format == "bf16":
-        export_bf16(masters, model, export.out, source=export.checkpoint)
-    else:
-        rollout = jax.jit(rollout_weights, static_argnums=(1, 2))(masters, plan, "bfloat16")
-        export_nvfp4(
-            rollout,
-            model,
-            plan,
-            LAYOUTS[export.format],
-            export.out,
-            input_scales=export.input_scales,
-            native_fp4=export.native_fp4,
-            source=export.checkpoint,
-        )
-    print(f"Written to {export.out}/")
+    parsed = from_mapping(ExportConfig, config)
+    export(parsed)
+    print(f"Written to {parsed.out}/")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from collections.abc import Mapping as Maps
 
@@ -38,8 +39,7 @@ def _subnormal_scale(scales: jax.Array) -> jax.Array:
 
 
 def _minus_zero(words: jax.Array) -> jax.Array:
-    nibbles = (words[..., None] >> (4 * jnp.arange(8, dtype=jnp.uint32))) & 15
-    return (nibbles == 8).any(axis=-1)
+    return functools.reduce(operator.or_, [(words >> 4 * i) & 15 == 8 for i in range(8)])
 
 
 def _not_normal(row_exponent: jax.Array) -> jax.Array:

@@ -129,7 +129,9 @@ def packed_mapping(config: ModelConfig, packed: frozenset[str], layout: Layout) 
         *lead, k, n = shape
         shapes |= {f"{param}.words": (*lead, k // 8, n), f"{param}.scales": (*lead, k // 16, n)}
         shapes[f"{param}.row_exponent"] = tuple(lead)
-    return Mapping(packed_links(family_of(config).table(config), packed, layout), shapes, layers_of(config))
+    return Mapping(
+        packed_links(family_of(config).engine_table(config), packed, layout), shapes, layers_of(config)
+    )
 
 
 def ignored_modules(mapping: Mapping) -> list[str]:

@@ -123,6 +123,11 @@ class Folder:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    @property
+    def largest_file(self) -> int:
+        """Bytes of the largest file."""
+        return max((self.path / name).stat().st_size for name in self._files)
+
     def file_of(self, name: str) -> str:
         return self._file_of[name]
 

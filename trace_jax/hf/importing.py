@@ -44,7 +44,7 @@ def load_model(
 ) -> Imported:
     """Reads a checkpoint into (sharded) parameters.
 
-    Besides the arrays themselves a host holds one layer of one parameter at a time, in the dtype of the file, and of
+    Besides the arrays themselves a host holds a part of one parameter at a time, a fraction of the largest file, and of
     that only what its own devices need.
 
     Args:

@@ -1,10 +1,11 @@
 """From a folder's tensors to sharded arrays, layer by layer.
 
 Every device's part of a parameter is built on that device from blocks of one layer, read as the slices that it needs.
-What a host holds besides the arrays is one block.
+What a host holds besides the arrays is one block, a fraction of the checkpoint's largest file.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Maps
 
@@ -12,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Array, Int
 
 from trace_jax.hf.codecs import PLAIN, CodecError
 from trace_jax.hf.folder import CheckpointFormatError, Folder
 from trace_jax.hf.table import Link, Mapping, put, take
 
 SHOWN = 5
+BLOCKS_OF_A_FILE = 8
+"""A block is at most this part of the largest file, unless a single expert or row is more."""
 
 
 def check_tensors(folder: Folder, mapping: Mapping, ignored: Callable[[str], bool]) -> None:
@@ -91,21 +93,30 @@ def _load_array(
 def _load_part(
     folder: Folder, mapping: Mapping, param: str, wanted: tuple[range, ...], dtype, device: jax.Device
 ) -> jax.Array:
-    links = mapping.links[param]
-    if not links[0].per_layer:
-        return jax.device_put(read_block(folder, mapping, param, (), wanted), device).astype(dtype)
-    layers, rest = wanted[0], wanted[1:]
+    layers = wanted[:1] if mapping.links[param][0].per_layer else ()
+    rest = wanted[len(layers) :]
+    rows = _rows_of_a_block(rest, folder.largest_file // BLOCKS_OF_A_FILE)
     whole = jnp.zeros([len(r) for r in wanted], dtype, device=device)
-    for position, layer in enumerate(layers):
-        block = read_block(folder, mapping, param, (layer,), rest)
-        # Waits, so that blocks do not queue up on the host when reading is faster than the device.
-        whole = jax.block_until_ready(_set_layer(whole, jax.device_put(block, device), jnp.int32(position)))
+    for place in np.ndindex(*(len(r) for r in layers)):
+        index = tuple(r[i] for r, i in zip(layers, place, strict=True))
+        for start in range(0, len(rest[0]) if rest else 1, rows):
+            part = (rest[0][start : start + rows], *rest[1:]) if rest else ()
+            block = read_block(folder, mapping, param, index, part)
+            block = block.reshape((1,) * len(layers) + block.shape)
+            at = (*place, *([start] if rest else []), *[0] * (len(rest) - 1))
+            # Waits, so that blocks do not queue up on the host when reading is faster than the device.
+            whole = jax.block_until_ready(_set_block(whole, jax.device_put(block, device), at))
     return whole
 
 
+def _rows_of_a_block(wanted: Sequence[range], max_bytes: int) -> int:
+    """How much of the first axis (experts, mostly) makes a block of at most `max_bytes`, in FP32; at least 1."""
+    return max(1, max_bytes // (4 * math.prod(len(r) for r in wanted[1:])))
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_layer(whole: jax.Array, block: jax.Array, position: Int[Array, ""]) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(whole, block.astype(whole.dtype), position, 0)
+def _set_block(whole: jax.Array, block: jax.Array, at: tuple[jax.Array, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, block.astype(whole.dtype), at)
 
 
 def read_block(
@@ -172,10 +183,10 @@ def _read_part(
     # Packed tensors are read whole along their last axis: what is packed there is cut once it is unpacked.
     raw = link.raw(slices, slice(0, 1))
     rest: tuple[slice, ...] = ()
-    if link.codec != PLAIN and raw:
-        rest, raw = (*[slice(None)] * (len(raw) - 1), raw[-1]), raw[:-1]
+    if link.codec != PLAIN:
+        rest, raw = raw[-1:], raw[:-1]
     try:
         values = link.codec.decode(folder.read(name, raw))
     except CodecError as error:
         raise CheckpointFormatError(f"{name} in {folder.path / folder.file_of(name)}: {error}") from error
-    return part, take(link.to_unit(values[rest]), within, link.axis)
+    return part, take(link.to_unit(values[(..., *rest)]), within, link.axis)

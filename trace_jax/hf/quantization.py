@@ -34,6 +34,7 @@ def quantization_config(
         "group_size": 16,
         "symmetric": True,
         "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn",
     }
     return {
         "quant_method": "compressed-tensors",

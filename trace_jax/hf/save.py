@@ -116,8 +116,12 @@ class _Layers:
         if layer != self._layer:
             self._layer, self._blocks = layer, {}
         if param not in self._blocks:
-            value = self._values[param]
-            self._blocks[param] = np.asarray(_rounded(value) if layer is None else _layer(value, layer))
+            if layer is None:
+                self._blocks[param] = np.asarray(_rounded(self._values[param]))
+            else:  # all of its stack together: one program, not one per parameter
+                stack = param.split(".")[0]
+                whole = {name: x for name, x in self._values.items() if name.split(".")[0] == stack}
+                self._blocks |= {name: np.asarray(x) for name, x in _layer(whole, layer).items()}
         return self._blocks[param]
 
 
@@ -127,8 +131,10 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _layer(x: jax.Array, layer: int) -> jax.Array:
-    return _rounded(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
+def _layer(stack: dict[str, jax.Array], layer: jax.Array) -> dict[str, jax.Array]:
+    return {
+        name: _rounded(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)) for name, x in stack.items()
+    }
 
 
 def _distribute(mapping: Mapping, extra: Maps[str, np.ndarray], max_file_bytes: int) -> list[list[str]]:

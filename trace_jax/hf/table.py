@@ -186,6 +186,12 @@ class Mapping:
                 f"{self.layers_of.get(first.stack)}."
             )
         unit = self.unit(first)
+        for link in links:
+            if link.transpose is not None and sorted(link.transpose) != list(range(len(unit))):
+                raise TableError(
+                    f"{link.tensor} has transpose {link.transpose}; "
+                    f"expected an order of the {len(unit)} axes of {unit}."
+                )
         if not unit:
             return
         axes = {link.axis % len(unit) for link in links}
@@ -234,8 +240,9 @@ def put(x: np.ndarray, part: Part, axis: int, value: np.ndarray) -> None:
 
 
 def _index(ndim: int, part: Part, axis: int) -> tuple[Any, ...]:
+    if not ndim:
+        return (...,)
     index: list[Any] = [slice(None)] * ndim
-    if ndim:
-        increasing = isinstance(part, range) and part.step > 0
-        index[axis] = slice(part.start, part.stop, part.step) if increasing else np.asarray(part)
+    increasing = isinstance(part, range) and part.step > 0
+    index[axis] = slice(part.start, part.stop, part.step) if increasing else np.asarray(part)
     return tuple(index)

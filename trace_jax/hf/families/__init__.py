@@ -1,5 +1,6 @@
 """One file per family: its `config.json` both ways, and its table of tensors."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from trace_jax.models import ModelConfig
 class Family(NamedTuple):
     """How checkpoints of one `model_type` are read and written.
 
-    `model_config` and `hf_config` are inverses; `table` maps every parameter; `ignored` are the beginnings of the names
-    of tensors that a checkpoint may hold for nothing.
+    `model_config` and `hf_config` are inverses; `table` maps every parameter, `engine_table` does with a matrix of its
+    own for each expert; `ignored` are the beginnings of the names of tensors that a checkpoint may hold for nothing.
     """
 
     model_type: str
@@ -22,6 +23,7 @@ class Family(NamedTuple):
     model_config: Callable[[HfConfig], ModelConfig]
     hf_config: Callable[[ModelConfig], dict[str, Any]]
     table: Callable[[ModelConfig], list[Link]]
+    engine_table: Callable[[ModelConfig], list[Link]]
     ignored: Callable[[ModelConfig], tuple[str, ...]]
 
 
@@ -32,6 +34,7 @@ def _family(module: Any) -> Family:
         model_config=module.model_config,
         hf_config=module.hf_config,
         table=module.table,
+        engine_table=getattr(module, "engine_table", module.table),
         ignored=module.ignored,
     )
 
@@ -78,13 +81,25 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def write_config(config: ModelConfig, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `config.json` of a model in BF16: `base`, the one that it came from, if that still describes it."""
+    """The `config.json` of a model in BF16: `base`, the one that it came from, if that still describes it.
+
+    Raises:
+        CheckpointFormatError: the family has no words for something of the model.
+    """
     family = family_of(config)
     ours = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.hf_config(config),
     }
-    if base is not None and read_config(base)[1] == read_config(ours)[1]:
+    described = read_config(ours)[1]
+    said = {field.name for field in dataclasses.fields(config)} - {"family", "dtype", "remat"}
+    differ = [name for name in sorted(said) if getattr(config, name) != getattr(described, name)]
+    if differ:
+        raise CheckpointFormatError(
+            f"{family.model_type} checkpoints cannot say "
+            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in differ)}; there is no export of this model."
+        )
+    if base is not None and read_config(base)[1] == described:
         ours = {name: value for name, value in base.items() if name != "quantization_config"}
     return {**ours, "dtype": "bfloat16"}

@@ -5,7 +5,7 @@ from typing import Any
 from trace_jax.hf.config import HfConfig, rope_config
 from trace_jax.hf.families.parts import LAYER, MLP, attention, ends, hf_sizes, sizes
 from trace_jax.hf.folder import CheckpointFormatError
-from trace_jax.hf.table import Link, linear
+from trace_jax.hf.table import Link, gated, linear
 from trace_jax.models import ModelConfig
 from trace_jax.models.router import RouterConfig
 
@@ -84,3 +84,16 @@ def table(config: ModelConfig) -> list[Link]:
             ours, theirs = range(half * width, (half + 1) * width), range(half, 2 * width, 2)
             links.append(Link(param=param, tensor=tensor, ours=ours, theirs=theirs))
     return links
+
+
+def engine_table(config: ModelConfig) -> list[Link]:
+    """Experts as modules of their own: quantized, engines take them so, and not as arrays of all experts."""
+    module, width = f"{MLP}.experts.{{expert}}", config.expert_hidden_size
+    return [
+        *(link for link in table(config) if ".experts." not in link.tensor),
+        *gated("moe.gate_up", f"{module}.gate_proj.weight", f"{module}.up_proj.weight", width),
+        Link(param="moe.gate_up_bias", tensor=f"{module}.gate_proj.bias", ours=range(width)),
+        Link(param="moe.gate_up_bias", tensor=f"{module}.up_proj.bias", ours=range(width, 2 * width)),
+        linear("moe.down", f"{module}.down_proj.weight"),
+        Link(param="moe.down_bias", tensor=f"{module}.down_proj.bias"),
+    ]

@@ -1,0 +1,71 @@
+"""Import onto meshes, and what a host holds meanwhile."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.trace_jax.hf.folders import TINY, changed, configured, split
+from trace_jax.hf import load_model
+from trace_jax.hf.model import by_path
+
+ROOT = pathlib.Path(__file__).parents[3]
+QWEN = TINY / "qwen3_moe"
+
+
+def run(module: str, *arguments: object, **environment: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-m", f"tests.trace_jax.hf.{module}", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    return found.stdout
+
+
+def test_one_file_and_several_are_the_same(tmp_path):
+    one, several = load_model(QWEN), load_model(split(QWEN, tmp_path / "split"), dtype="bfloat16")
+    for param, value in by_path(several.params).items():
+        assert value.dtype == jnp.bfloat16
+        assert np.array_equal(value.astype(jnp.float32), by_path(one.params)[param])
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    def without_head(tensors):
+        del tensors["lm_head.weight"]
+
+    folder = configured(changed(QWEN, tmp_path / "a", without_head), tmp_path / "b", tie_word_embeddings=True)
+    loaded = load_model(folder)
+    assert loaded.config.tied_embedding and "head" not in by_path(loaded.params)
+
+
+@pytest.mark.slow
+def test_import_onto_eight_devices(tmp_path):
+    found = json.loads(
+        run(
+            "import_on_devices", QWEN, tmp_path / "out", XLA_FLAGS="--xla_force_host_platform_device_count=8"
+        ).splitlines()[-1]
+    )
+    assert found["equal"] and found["packed_equal"]
+    # [L, E, D, 2F] by layers, experts, fsdp and tensor.
+    assert found["spec"] == [None, "expert", "fsdp", "tensor"]
+    assert found["shard"] == [4, 4, 32, 32] and found["whole"] == [4, 8, 64, 64]
+    # The down projection's 32 inputs on 4 devices are half a block each.
+    assert "moe.down" in found["cut"] and "cuts a block of 16" in found["cut"]
+
+
+@pytest.mark.slow
+def test_a_host_holds_little_besides_the_arrays(tmp_path):
+    run("import_memory", "write", tmp_path)
+    found = json.loads(run("import_memory", "load", tmp_path).splitlines()[-1])
+    print(found)
+    assert found["arrays"] > 3 * found["largest"]
+    assert found["besides"] < 1.3 * found["largest"]
