@@ -14,8 +14,10 @@ from kernels_pallas.formats import unpack_codes
 from kernels_pallas.kv_cache import init_latent_cache
 from kernels_pallas.quantize import dequantize, quantize
 from trace_jax.config import ConfigError
+from trace_jax.guidance import mantissa_bits
 from trace_jax.models import ModelConfig
-from trace_jax.models.latent import LatentAttention, LatentConfig
+from trace_jax.models.config import LatentConfig
+from trace_jax.models.latent import LatentAttention
 from trace_jax.models.layers import LayerInputs
 from trace_jax.models.rope import RopeConfig, YarnConfig
 from trace_jax.quant import KEY, VALUE, Bf16Numerics, FakeQuantNumerics, QuantPlan
@@ -192,17 +194,16 @@ def test_fp4_codes_and_outputs_agree():
     assert guide is None
     cache = empty_cache(config, PLAN.fp4)
     prefill, filled, captured = forward(config, Bf16Numerics(), cache=cache, layer=jnp.int32(LAYER))
-    stepped, decoded, step_codes = decode(config, cache, jnp.int32(LAYER))
-    assert (
-        captured[KEY].shape == (BATCH, LENGTH, config.latent.latent_rank)
-        and captured[KEY].row_exponent.ndim == 2
-    )
+    stepped, decoded, (step_codes, _) = decode(config, cache, jnp.int32(LAYER))
+    ours, bits = captured[KEY]
+    assert ours.shape == (BATCH, LENGTH, config.latent.latent_rank) and ours.row_exponent.ndim == 2
+    assert np.array_equal(bits, mantissa_bits(ours.words))
     trainer = quantize(rows, PLAN.fp4)
     may_differ = np.asarray(sensitive(rows))
     assert may_differ.mean() < 0.02, "the tolerance would hide real differences"
     same_rows = valid.copy()
     for codes in (step_codes, trainer):
-        differs = np.asarray(unpack_codes(captured[KEY].words) != unpack_codes(codes.words))
+        differs = np.asarray(unpack_codes(ours.words) != unpack_codes(codes.words))
         assert not np.any(differs & ~may_differ & valid[..., None])
         same_rows &= ~np.maximum.accumulate(
             differs.any(-1), axis=1
