@@ -230,6 +230,8 @@ def _operand(
     """A head's entries of a split [Dh, 128] in BF16; those that are not `seen` are zero, whatever they hold."""
 
     def rows(a):
+        if a.ndim == 3:  # with heads as an axis, see `entries_last`
+            return a[head]
         size = a.shape[0] // heads
         return a[head * size : (head + 1) * size]
 
@@ -238,10 +240,10 @@ def _operand(
         if seen is None:
             return entries
         return jnp.where(seen, entries.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-    scales = arrays[1]  # with heads as an axis where they are few
-    bits = (
-        tiles.scale_bits(scales[head], format) if scales.ndim == 3 else rows(tiles.scale_bits(scales, format))
-    )
+    scales = arrays[1]
+    # Those of all heads at once where they are rows of one array: four bytes are unpacked at a time.
+    merged = scales.ndim == 2
+    bits = rows(tiles.scale_bits(scales, format)) if merged else tiles.scale_bits(rows(scales), format)
     if seen is not None:
         bits = jnp.where(seen, bits, jnp.uint32(0))
     return tiles.scaled_codes(rows(arrays[0]), tiles.staged_form(bits, generation), format, generation)
