@@ -1,4 +1,4 @@
-"""A short RL run from every family's checkpoint: guidance of all layers closes the gap, and every row is accounted for."""
+"""A short RL run from every family's checkpoint: guidance closes the gap, and every row is accounted for."""
 
 import numpy as np
 import pytest
