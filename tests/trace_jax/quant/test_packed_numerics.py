@@ -63,7 +63,9 @@ def one_after_the_other(numerics, x, gain, act, k, v):
         for site, a, rule in zip(SITES, (h, act, k, v), rules, strict=True)
     }
     if record is not None:
-        record = pack_layer({site: capture_site(site, codes[site], VALID, record) for site in record.sites})
+        (sites,) = record.groups
+        kept = {site: capture_site(site, codes[site], VALID, record) for site in sites}
+        record = {sites[0]: pack_layer(kept)}
     audit = {site: take_rows(q, AUDITED) for site, q in codes.items()}
     return h, codes[EXPERT_INPUT], codes[DOWN_INPUT], record, audit
 
