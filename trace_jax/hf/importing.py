@@ -61,7 +61,7 @@ def load_model(
     """
     hf_config, family, config = read_model_config(path)
     shapes, axes = shapes_by_path(config), axes_by_path(config)
-    quantized = "quantization_config" in hf_config
+    quantized = bool(hf_config.get("quantization_config"))
     if quantized and layout_of(hf_config, path) != MXFP4_BLOCKS:
         method = hf_config["quantization_config"].get("quant_method")
         raise CheckpointFormatError(

@@ -105,7 +105,7 @@ def layout_of(hf_config: Mapping[str, Any], path: object) -> Layout | BlockLayou
         CheckpointFormatError: none, or one that is not read here.
     """
     layouts = {**LAYOUTS, MXFP4_BLOCKS.name: MXFP4_BLOCKS}
-    method = hf_config.get("quantization_config", {}).get("quant_method")
+    method = (hf_config.get("quantization_config") or {}).get("quant_method")
     if method not in layouts:
         raise CheckpointFormatError(
             f"{path} has quant_method {method!r}; expected one of {', '.join(sorted(layouts))}."

@@ -15,6 +15,7 @@ from kernels_pallas.quantize import dequantize
 from tests.trace_jax import small
 from tests.trace_jax.hf.folders import TINY, changed, in_mxfp4
 from trace_jax.hf import CheckpointFormatError, export_mxfp4, load_model, load_quantized
+from trace_jax.hf.codecs import BlockWords
 from trace_jax.hf.folder import SINGLE, Folder
 from trace_jax.hf.model import by_path
 from trace_jax.quant import QuantPlan
@@ -38,6 +39,22 @@ def tensors_of(folder) -> dict[str, np.ndarray]:
 
 def codes_of(packed: Fp4Array) -> np.ndarray:
     return np.asarray(unpack_codes(packed.words, axis=-2))
+
+
+def test_every_byte_of_blocks_and_back(rng):
+    """Against a decoder of single nibbles; all codes are kept but -0, which is 0."""
+    stored = rng.integers(0, 256, (3, 10, 2, 16)).astype(np.uint8)
+    codec = BlockWords()
+    words = codec.decode(stored)
+    assert words.dtype == np.uint32 and words.shape == (3, 10, 8)
+    assert codec.stored_shape(words.shape) == stored.shape
+    codes = np.stack([stored & 15, stored >> 4], -1).reshape(3, 10, 64)
+    assert len(np.unique(codes)) == 16
+    kept = np.where(codes == 8, 0, codes)
+    assert np.array_equal(unpack_codes(jnp.asarray(words), axis=-1), kept)
+    found = codec.encode(words)
+    assert np.array_equal(found, (kept[..., 0::2] | kept[..., 1::2] << 4).reshape(stored.shape))
+    assert np.array_equal(codec.decode(found), words)
 
 
 def test_masters_are_the_checkpoints_values(folders):
@@ -150,6 +167,15 @@ def test_what_has_no_such_export(folders, tmp_path):
     with pytest.raises(CheckpointFormatError, match=r"layers\.2\.mlp\.experts\.down_proj_scales .* is NaN"):
         export_mxfp4(state, loaded.config, PLAN, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_block_without_a_scale_is_nan_and_no_other(folders, tmp_path):
+    def poison(tensors):
+        tensors[BLOCKS.replace("blocks", "scales")][3, 4, 1] = 255
+
+    found = by_path(load_model(changed(folders[0], tmp_path / "nan", poison)).params)["moe.gate_up"]
+    nan = np.isnan(np.asarray(found))
+    assert nan[1, 3, 32:, 2].all() and nan.sum() == 32  # row 4 is the third gate's
 
 
 def test_blocks_that_do_not_fit_the_model(folders, tmp_path):
