@@ -3,7 +3,7 @@
     python -m experiments.check_hf --checkpoint DIR --reference FILE.npz [--tolerance 1e-4]
 
 The file holds `input_ids` int32 [B, T] and `logits` float32 [B, T, V] of a causal forward without padding. Computed
-here in FP32 at the highest matmul precision, without quantization; an NVFP4 export is dequantized first. Prints the
+here in FP32 at the highest matmul precision, without quantization; FP4 experts are dequantized first. Prints the
 largest absolute difference and the share of positions with the same largest logit; exit status 1 above the tolerance.
 """
 
@@ -28,8 +28,8 @@ TOLERANCE = 1e-4
 
 
 def load_dense(folder: str) -> tuple[ModelConfig, nnx.State]:
-    """A folder's model in FP32; the FP4 experts of an export dequantized."""
-    if "quantization_config" not in read_model_config(folder)[0]:
+    """A folder's model in FP32; FP4 experts dequantized."""
+    if not read_model_config(folder)[0].get("quantization_config"):
         loaded = load_model(folder)
         return loaded.config, loaded.params
     quantized = load_quantized(folder)

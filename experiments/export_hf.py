@@ -2,8 +2,9 @@
 
     python -m experiments.export_hf run=runs/demo/qat_0 format=compressed-tensors out=runs/export
 
-Formats: `bf16`; `compressed-tensors` and `modelopt` are NVFP4 for serving engines, with the codes of the rollouts. The
-README in the folder of an NVFP4 export says what the engine does otherwise.
+Formats: `bf16`; `compressed-tensors` and `modelopt` are NVFP4 for serving engines, `mxfp4` is the layout that gpt-oss
+is published in, all with the codes of the rollouts. The README in the folder of an FP4 export says what an engine does
+otherwise.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from omegaconf import DictConfig
 
 from experiments.common import CONFIGS, script
 from trace_jax.config import ConfigError, from_mapping
-from trace_jax.hf import LAYOUTS, export_bf16, export_nvfp4, load_model
+from trace_jax.hf import LAYOUTS, export_bf16, export_mxfp4, export_nvfp4, load_model
 from trace_jax.models import ModelConfig
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, QuantPlan, rollout_weights
 from trace_jax.rl import MethodConfig
@@ -24,15 +25,17 @@ from trace_jax.rl.run import load_params, with_vocabulary
 from trace_jax.runs import RunFolder
 from trace_jax.tasks import TaskConfig
 
-FORMATS = ("bf16", *sorted(LAYOUTS))
+MXFP4 = "mxfp4"
+FORMATS = ("bf16", *sorted(LAYOUTS), MXFP4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """What to export, and how.
 
-    Either `run`, a run's or warm start's folder (`step` None is its latest checkpoint), or `checkpoint`, a BF16 Hugging
-    Face folder. The input scales, both or none, are for engines that quantize activations; see `export_nvfp4`.
+    Either `run`, a run's or warm start's folder (`step` None is its latest checkpoint), or `checkpoint`, a Hugging Face
+    folder in BF16 or gpt-oss's MXFP4. The input scales, both or none, are for engines that quantize activations; see
+    `export_nvfp4`.
     """
 
     out: str
@@ -54,8 +57,10 @@ class ExportConfig:
         scales = (self.expert_input_scale, self.down_input_scale)
         if (scales[0] is None) != (scales[1] is None):
             raise ConfigError(f"expert_input_scale and down_input_scale are {scales}; expected both or none.")
-        if self.format == "bf16" and (self.native_fp4 or scales[0] is not None):
-            raise ConfigError("input scales and native_fp4 are for NVFP4 exports; the format is 'bf16'.")
+        if self.format not in LAYOUTS and (self.native_fp4 or scales[0] is not None):
+            raise ConfigError(
+                f"input scales and native_fp4 are for NVFP4 exports; the format is {self.format!r}."
+            )
 
     @property
     def input_scales(self) -> dict[str, float] | None:
@@ -65,17 +70,18 @@ class ExportConfig:
 
 
 def read_masters(config: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPlan]:
-    """Model, masters, and the plan of its rollouts (the default one where there were none in FP4)."""
+    """Model, masters, and the plan of its rollouts (the format's default where there were none in FP4)."""
+    default = QuantPlan(format=MXFP4 if config.format == MXFP4 else "nvfp4")
     if config.checkpoint is not None:
         loaded = load_model(config.checkpoint)
-        return loaded.config, loaded.params, QuantPlan()
+        return loaded.config, loaded.params, default
     stored = RunFolder(Path(config.run)).config()
     model, task = from_mapping(ModelConfig, stored["model"]), from_mapping(TaskConfig, stored["task"])
     model = with_vocabulary(model, task)
     plan = None
     if "method" in stored:
         plan = from_mapping(MethodConfig, stored["method"]).rollout_plan()
-    return model, load_params(config.run, model, config.step), plan or QuantPlan()
+    return model, load_params(config.run, model, config.step), plan or default
 
 
 def export(config: ExportConfig) -> None:
@@ -85,6 +91,9 @@ def export(config: ExportConfig) -> None:
         export_bf16(masters, model, config.out, source=config.checkpoint)
         return
     rollout = jax.jit(rollout_weights, static_argnums=(1, 2))(masters, plan, "bfloat16")
+    if config.format == MXFP4:
+        export_mxfp4(rollout, model, plan, config.out, source=config.checkpoint)
+        return
     export_nvfp4(
         rollout,
         model,

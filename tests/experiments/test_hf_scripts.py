@@ -6,11 +6,13 @@ import hydra
 import numpy as np
 import pytest
 
-from experiments import check_hf, export_hf
+from experiments import check_hf, export_hf, train
 from experiments.common import CONFIGS
-from tests.trace_jax.hf.folders import TINY
+from tests.trace_jax import small
+from tests.trace_jax.hf.folders import TINY, configured, in_mxfp4, split
 from trace_jax.config import ConfigError, from_mapping
-from trace_jax.hf import load_quantized
+from trace_jax.hf import CheckpointFormatError, load_quantized
+from trace_jax.hf.folder import INDEX
 
 QWEN = TINY / "qwen3_moe"
 
@@ -71,6 +73,7 @@ def export_config(*options: str) -> export_hf.ExportConfig:
         (["format=bf16", "run=a", "checkpoint=b"], "expected exactly one of them"),
         (["format=modelopt", "run=a", "down_input_scale=1.0"], "expected both or none"),
         (["format=bf16", "run=a", "native_fp4=true"], "are for NVFP4 exports"),
+        (["format=mxfp4", "run=a", "native_fp4=true"], "are for NVFP4 exports"),
         (["run=a"], "format"),
     ],
 )
@@ -95,3 +98,54 @@ def test_an_export_is_checked_with_its_own_values(monkeypatch, capsys, tmp_path)
         for name in ("nvfp4", "dense")
     ]
     assert np.array_equal(*logits)
+
+
+def test_gpt_oss_leaves_in_mxfp4_as_it_came(tmp_path):
+    """Values are the folder's; codes are those of a rollout of its masters."""
+    folder, dense = in_mxfp4(TINY / "gpt_oss", tmp_path)
+    for name, source in (("again", folder), ("quantized", dense)):
+        options = (f"checkpoint={source}", "format=mxfp4", f"out={tmp_path / name}")
+        export_hf.export(export_config(*options))
+        assert small.equal_trees(
+            check_hf.load_dense(str(tmp_path / name))[1], check_hf.load_dense(str(dense))[1]
+        )
+    with pytest.raises(CheckpointFormatError, match="has no counterpart in the mxfp4 layout"):
+        export_hf.export(export_config(f"checkpoint={QWEN}", "format=mxfp4", f"out={tmp_path / 'qwen'}"))
+
+
+def broken_folders(path) -> dict[str, tuple[object, str]]:
+    """Folder and message of each kind of damage that is found in a folder's names or sizes."""
+    shards = {name: split(QWEN, path / name) for name in ("index", "shard", "cut")}
+    (shards["index"] / INDEX).unlink()
+    shard = "model-00002-of-00003.safetensors"
+    (shards["shard"] / shard).unlink()
+    data = (shards["cut"] / shard).read_bytes()
+    (shards["cut"] / shard).write_bytes(data[:-1])
+    return {
+        "index": (shards["index"], f"but no {INDEX}"),
+        "shard": (shards["shard"], f"has no {shard}, which its index names"),
+        "cut": (shards["cut"], f"{shard} is truncated"),
+        "type": (
+            configured(QWEN, path / "type", model_type="gpt2"),
+            "known are deepseek_v3, gpt_oss, mixtral",
+        ),
+        "sizes": (
+            configured(QWEN, path / "sizes", moe_intermediate_size=48),
+            "expected (64, 48) by config.json",
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["index", "shard", "cut", "type", "sizes"])
+def test_scripts_end_with_the_message_of_a_bad_folder(monkeypatch, capsys, tmp_path, kind):
+    """Exit status 2 and one line, no traceback."""
+    folder, said = broken_folders(tmp_path)[kind]
+    status, _, printed = check(monkeypatch, capsys, folder, QWEN / "reference.npz")
+    assert status == 2 and said in printed and "Traceback" not in printed
+    monkeypatch.setattr(train, "enable_compilation_cache", lambda root: None)  # it is the whole process's
+    monkeypatch.setattr(sys, "argv", ["train", f"root={tmp_path / 'runs'}", f"init_from={folder}"])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert printed.startswith("CheckpointFormatError: ") and said in printed and "Traceback" not in printed

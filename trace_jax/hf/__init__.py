@@ -1,6 +1,6 @@
-"""Hugging Face folders: one table per family, for import and export, and NVFP4 exports for serving engines."""
+"""Hugging Face folders: one table per family, for import and export, and FP4 checkpoints."""
 
-from trace_jax.hf.export import export_bf16, export_nvfp4
+from trace_jax.hf.export import export_bf16, export_mxfp4, export_nvfp4
 from trace_jax.hf.families import Family, family_of, read_config, write_config
 from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.importing import Imported, Quantized, load_model, load_quantized, read_model_config
@@ -16,6 +16,7 @@ __all__ = [
     "Layout",
     "Quantized",
     "export_bf16",
+    "export_mxfp4",
     "export_nvfp4",
     "family_of",
     "load_model",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.formats import ROW_EXPONENT_BIAS
+from kernels_pallas.formats import MXFP4, ROW_EXPONENT_BIAS
 from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.table import Mapping
 from trace_jax.quant import cast_weight
@@ -28,6 +28,10 @@ def _not_finite(x: jax.Array) -> jax.Array:
 
 def _nan_scale(scales: jax.Array) -> jax.Array:
     return (scales & 0x7F) == 0x7F
+
+
+def _nan_e8m0(scales: jax.Array) -> jax.Array:
+    return scales == MXFP4.poison
 
 
 def _negative_scale(scales: jax.Array) -> jax.Array:
@@ -51,14 +55,13 @@ def _beyond_weight_only(row_exponent: jax.Array) -> jax.Array:
     return row_exponent > MAX_WEIGHT_ONLY_EXPONENT + ROW_EXPONENT_BIAS
 
 
+NAN = "is NaN: the block held NaN or infinity when it was quantized. Export an earlier step."
+CODES = ("words", _minus_zero, "holds the code of -0, which no quantizer here writes: the words are damaged.")
+E8M0 = (("scales", _nan_e8m0, NAN), CODES)
 ALWAYS = (
-    (
-        "scales",
-        _nan_scale,
-        "is NaN: the block held NaN or infinity when it was quantized. Export an earlier step.",
-    ),
+    ("scales", _nan_scale, NAN),
     ("scales", _negative_scale, "is negative, which no quantizer here writes: the scales are damaged."),
-    ("words", _minus_zero, "holds the code of -0, which no quantizer here writes: the words are damaged."),
+    CODES,
     ("row_exponent", _not_normal, "is no normal FP32 number in one of its two forms, 2^e and 2^-e."),
 )
 WEIGHT_ONLY = (
@@ -97,12 +100,13 @@ def check_packed(mapping: Mapping, param: str, packed: Fp4Array, *, native_fp4: 
         mapping: the table of the packed layout.
         param: dotted path of the expert matrices.
         packed: `[L, E, K, N]`.
-        native_fp4: the target multiplies FP4 in hardware; otherwise the limits of weight-only kernels hold too.
+        native_fp4: the target multiplies FP4 in hardware; otherwise the limits of weight-only kernels for NVFP4 hold
+            too.
 
     Raises:
         CheckpointFormatError: naming a tensor, what is wrong with it, and what to do.
     """
-    checks = ALWAYS if native_fp4 else ALWAYS + WEIGHT_ONLY
+    checks = E8M0 if packed.format == MXFP4 else ALWAYS if native_fp4 else ALWAYS + WEIGHT_ONLY
     found = _any_of(tuple(getattr(packed, leaf) for leaf, _, _ in checks), tuple(bad for _, bad, _ in checks))
     for (leaf, bad, what), is_bad in zip(checks, found, strict=True):
         if is_bad:

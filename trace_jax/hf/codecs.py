@@ -18,7 +18,7 @@ class CodecError(ValueError):
 class Codec:
     """Values as they are: any floating dtype up to FP32.
 
-    `dtypes` are those that a file may have. The other codecs redefine all three methods.
+    `dtypes` are those that a file may have, the one that exports write first.
     """
 
     dtypes: tuple[str, ...] = ("BF16", "F16", "F32")
@@ -48,6 +48,35 @@ class Words(Codec):
 
     def encode(self, x: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(x).view(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockWords(Codec):
+    """uint32 words of 8 codes, held as `[..., K / 32, 16]` bytes of MXFP4 blocks, low nibble first.
+
+    -0 (code 8) is read as 0, since no quantizer here writes it: a trainer that rounds the same values would seem to
+    differ.
+    """
+
+    dtypes: tuple[str, ...] = ("U8",)
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        return (*shape[:-1], shape[-1] // 4, 16)
+
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        words = np.ascontiguousarray(stored).view("<u4").reshape(*stored.shape[:-2], -1)
+        nonzero = (words | words >> 1 | words >> 2) & np.uint32(0x11111111)
+        return words & (np.uint32(0x77777777) | nonzero << 3)
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x).view(np.uint8).reshape(self.stored_shape(x.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes(Codec):
+    """Scale bytes (E8M0) as they are."""
+
+    dtypes: tuple[str, ...] = ("U8",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A model of this project as a Hugging Face folder: BF16, or NVFP4 experts for serving engines."""
+"""A model of this project as a Hugging Face folder: BF16, or FP4 experts for serving engines."""
 
 import json
 import shutil
@@ -15,9 +15,15 @@ from trace_jax.hf.checks import check_finite, check_input_scales, check_packed
 from trace_jax.hf.codecs import PLAIN
 from trace_jax.hf.families import family_of, write_config
 from trace_jax.hf.folder import CheckpointFormatError, read_json
-from trace_jax.hf.layouts import Layout, packed_links
-from trace_jax.hf.model import by_path, layers_of, mapping_of
-from trace_jax.hf.quantization import modelopt_file, quantization_config, readme
+from trace_jax.hf.layouts import MXFP4_BLOCKS, BlockLayout, Layout
+from trace_jax.hf.model import by_path, layers_of, mapping_of, shapes_by_path
+from trace_jax.hf.quantization import (
+    modelopt_file,
+    mxfp4_config,
+    mxfp4_readme,
+    quantization_config,
+    readme,
+)
 from trace_jax.hf.save import MAX_FILE_BYTES, copied_files, new_folder, save_tensors
 from trace_jax.hf.table import Mapping
 from trace_jax.models import ModelConfig
@@ -81,22 +87,13 @@ def export_nvfp4(
         CheckpointFormatError: another format than NVFP4, a family that has no such layout, or values that a reader
             would decode to others; the message names them.
     """
-    if plan.format != "nvfp4" or not plan.experts:
-        raise CheckpointFormatError(
-            f"the plan quantizes experts={plan.experts} to {plan.format}; expected NVFP4 experts for {layout.name}."
-        )
+    _check_plan(plan, layout)
     if input_scales is not None and set(input_scales) != {EXPERT_INPUT, DOWN_INPUT}:
         raise CheckpointFormatError(
             f"input scales are given for {sorted(input_scales)}; expected both of {EXPERT_INPUT} and {DOWN_INPUT}."
         )
     check_input_scales(input_scales)
-    by_name = by_path(rollout)
-    packed = {param: value for param, value in by_name.items() if isinstance(value, Fp4Array)}
-    mapping = packed_mapping(config, frozenset(packed), layout)
-    values = flat_arrays(by_name)
-    check_finite(mapping, values)
-    for param, value in packed.items():
-        check_packed(mapping, param, value, native_fp4=native_fp4)
+    mapping, values = _checked(rollout, config, layout, native_fp4=native_fp4)
     quantization = quantization_config(layout, ignored_modules(mapping), input_scales)
     with new_folder(out) as folder:
         extra = _input_scale_tensors(mapping, layout, input_scales)
@@ -105,6 +102,58 @@ def export_nvfp4(
         if layout.name == "modelopt":
             _write_json(folder / "hf_quant_config.json", modelopt_file(quantization))
         (folder / "README.md").write_text(readme(layout, plan, config, input_scales, native_fp4=native_fp4))
+
+
+def export_mxfp4(
+    rollout: nnx.State,
+    config: ModelConfig,
+    plan: QuantPlan,
+    out: str | Path,
+    *,
+    source: str | Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes what an MXFP4 rollout holds in the layout that gpt-oss is published in; the rest in BF16.
+
+    Args:
+        rollout: parameters of the rollout.
+        config: a model of the family gpt_oss.
+        plan: that the rollout was quantized by.
+        out: a folder that does not exist, or is empty.
+        source: folder that the model came from.
+        max_file_bytes: larger models have several files and an index.
+
+    Raises:
+        CheckpointFormatError: another format than MXFP4, another family, or values that are not numbers.
+    """
+    _check_plan(plan, MXFP4_BLOCKS)
+    mapping, values = _checked(rollout, config, MXFP4_BLOCKS, native_fp4=True)
+    with new_folder(out) as folder:
+        save_tensors(folder, mapping, values, {}, max_file_bytes)
+        stated = {"quantization_config": mxfp4_config()}
+        _write_files(folder, {**_config(config, source), **stated}, source)
+        (folder / "README.md").write_text(mxfp4_readme(plan))
+
+
+def _check_plan(plan: QuantPlan, layout: Layout | BlockLayout) -> None:
+    if plan.fp4 != layout.format or not plan.experts:
+        raise CheckpointFormatError(
+            f"the plan quantizes experts={plan.experts} to {plan.format}; expected "
+            f"{layout.format.name.upper()} experts for {layout.name}."
+        )
+
+
+def _checked(
+    rollout: nnx.State, config: ModelConfig, layout: Layout | BlockLayout, *, native_fp4: bool
+) -> tuple[Mapping, dict[str, jax.Array]]:
+    """The table of a rollout's export, and its arrays, all of which a reader decodes to the same values."""
+    by_name = by_path(rollout)
+    packed = {param: value for param, value in by_name.items() if isinstance(value, Fp4Array)}
+    mapping, values = packed_mapping(config, frozenset(packed), layout), flat_arrays(by_name)
+    check_finite(mapping, values)
+    for param, value in packed.items():
+        check_packed(mapping, param, value, native_fp4=native_fp4)
+    return mapping, values
 
 
 def flat_arrays(values: Maps[str, Any]) -> dict[str, jax.Array]:
@@ -118,20 +167,19 @@ def flat_arrays(values: Maps[str, Any]) -> dict[str, jax.Array]:
     return found
 
 
-def packed_mapping(config: ModelConfig, packed: frozenset[str], layout: Layout) -> Mapping:
-    """The table of a model whose parameters `packed` are in NVFP4."""
-    plain = mapping_of(config)
+def packed_mapping(config: ModelConfig, packed: frozenset[str], layout: Layout | BlockLayout) -> Mapping:
+    """The table of a model whose parameters `packed` are in FP4."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for param, shape in plain.shapes.items():
+    for param, shape in shapes_by_path(config).items():
         if param not in packed:
             shapes[param] = shape
             continue
         *lead, k, n = shape
-        shapes |= {f"{param}.words": (*lead, k // 8, n), f"{param}.scales": (*lead, k // 16, n)}
-        shapes[f"{param}.row_exponent"] = tuple(lead)
-    return Mapping(
-        packed_links(family_of(config).engine_table(config), packed, layout), shapes, layers_of(config)
-    )
+        block = layout.format.block
+        shapes |= {f"{param}.words": (*lead, k // 8, n), f"{param}.scales": (*lead, k // block, n)}
+        if layout.format.has_row_scale:
+            shapes[f"{param}.row_exponent"] = tuple(lead)
+    return Mapping(layout.table(family_of(config), config, packed), shapes, layers_of(config))
 
 
 def ignored_modules(mapping: Mapping) -> list[str]:

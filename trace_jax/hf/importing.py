@@ -1,20 +1,22 @@
 """A Hugging Face folder as a model of this project."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.formats import NVFP4
+from kernels_pallas.formats import ROW_EXPONENT_BIAS, Fp4Format
 from trace_jax.hf.export import packed_mapping
 from trace_jax.hf.families import Family, read_config
 from trace_jax.hf.folder import CheckpointFormatError, Folder, read_json
-from trace_jax.hf.layouts import LAYOUTS
+from trace_jax.hf.layouts import MXFP4_BLOCKS, layout_of
 from trace_jax.hf.load import check_tensors, load_arrays
-from trace_jax.hf.model import axes_by_path, mapping_of, to_state
+from trace_jax.hf.model import axes_by_path, is_kept_wide, mapping_of, shapes_by_path, to_state
 from trace_jax.models import ModelConfig, abstract
 from trace_jax.parallel import sharding
 from trace_jax.quant import is_expert_weight
@@ -52,23 +54,28 @@ def load_model(
         mesh: devices; None is the first device.
         dtype: of the parameters; FP32 for masters.
 
+    MXFP4 checkpoints of gpt-oss, which have no other original, are dequantized on the way, block by block.
+
     Raises:
         CheckpointFormatError: the folder is not complete and consistent; the message names file, tensor or key.
     """
     hf_config, family, config = read_model_config(path)
-    if "quantization_config" in hf_config:
+    shapes, axes = shapes_by_path(config), axes_by_path(config)
+    quantized = bool(hf_config.get("quantization_config"))
+    if quantized and layout_of(hf_config, path) != MXFP4_BLOCKS:
         method = hf_config["quantization_config"].get("quant_method")
         raise CheckpointFormatError(
             f"{path} is quantized ({method}); load_quantized reads what this project exports, and masters come "
             "from a BF16 checkpoint."
         )
-    mapping = mapping_of(config, family)
-    shardings = {
-        param: sharding_of(mesh, axes, mapping.shapes[param]) for param, axes in axes_by_path(config).items()
-    }
+    shardings = {param: sharding_of(mesh, axes[param], shape) for param, shape in shapes.items()}
     with Folder(path) as folder:
+        if quantized:
+            mapping = packed_mapping(config, _experts(shapes), MXFP4_BLOCKS)
+        else:
+            mapping = mapping_of(config, folder.names)
         check_tensors(folder, mapping, lambda name: name.startswith(family.ignored(config)))
-        arrays = load_arrays(folder, mapping, shardings, dict.fromkeys(mapping.shapes, jnp.dtype(dtype)))
+        arrays = load_arrays(folder, mapping, shapes, shardings, dict.fromkeys(shapes, jnp.dtype(dtype)))
     return Imported(hf_config, family, config, to_state(abstract(config)[1], arrays))
 
 
@@ -82,7 +89,7 @@ def sharding_of(
 
 
 class Quantized(NamedTuple):
-    """An NVFP4 export: `config.json`, what that says, and the parameters as a rollout holds them."""
+    """An FP4 checkpoint: `config.json`, what that says, and the parameters as a rollout holds them."""
 
     hf_config: dict[str, Any]
     family: Family
@@ -91,10 +98,12 @@ class Quantized(NamedTuple):
 
 
 def load_quantized(path: str | Path, *, mesh: jax.sharding.Mesh | None = None) -> Quantized:
-    """Reads an NVFP4 export back: experts as FP4 arrays, everything else in BF16.
+    """Reads an FP4 checkpoint as rollouts hold it (`quant.rollout_weights`): experts as FP4 arrays, the rest in BF16.
+
+    Codes and scales are those of the folder, but for -0 (code 8) of MXFP4 checkpoints, which becomes 0.
 
     Args:
-        path: folder in the compressed-tensors or ModelOpt layout.
+        path: an NVFP4 export in the compressed-tensors or ModelOpt layout, or gpt-oss in MXFP4.
         mesh: devices; None is the first device.
 
     Raises:
@@ -102,13 +111,8 @@ def load_quantized(path: str | Path, *, mesh: jax.sharding.Mesh | None = None) -
             that would cut a block.
     """
     hf_config, family, config = read_model_config(path)
-    method = hf_config.get("quantization_config", {}).get("quant_method")
-    if method not in LAYOUTS:
-        raise CheckpointFormatError(
-            f"{path} has quant_method {method!r}; expected one of {', '.join(sorted(LAYOUTS))}."
-        )
-    layout, axes = LAYOUTS[method], axes_by_path(config)
-    packed = frozenset(param for param in axes if is_expert_weight(tuple(param.split("."))))
+    layout, axes = layout_of(hf_config, path), axes_by_path(config)
+    packed = _experts(axes)
     mapping = packed_mapping(config, packed, layout)
     shardings, dtypes = {}, {}
     for param, shape in mapping.shapes.items():
@@ -117,29 +121,39 @@ def load_quantized(path: str | Path, *, mesh: jax.sharding.Mesh | None = None) -
             names = axes[base] if leaf != "row_exponent" else axes[base][:-2]
             dtypes[param] = jnp.dtype("uint32" if leaf == "words" else "uint8")
         else:
-            names, dtypes[param] = axes[param], jnp.dtype("bfloat16")
+            names, dtypes[param] = axes[param], jnp.dtype("float32" if is_kept_wide(param) else "bfloat16")
         shardings[param] = sharding_of(mesh, names, shape)
     for param in packed:
-        _check_blocks(param, shardings[f"{param}.words"], shardings[f"{param}.scales"], mapping.shapes)
+        words, scales = (shardings[f"{param}.{leaf}"] for leaf in ("words", "scales"))
+        _check_blocks(param, layout.format, words, scales, mapping.shapes)
     with Folder(path) as folder:
-        check_tensors(folder, mapping, lambda name: name.endswith(f".{layout.input_scale}"))
-        arrays = load_arrays(folder, mapping, shardings, dtypes)
+        check_tensors(folder, mapping, layout.ignores)
+        arrays = load_arrays(folder, mapping, mapping.shapes, shardings, dtypes)
     for param in packed:
-        leaves = {leaf: arrays.pop(f"{param}.{leaf}") for leaf in ("words", "scales", "row_exponent")}
-        arrays[param] = Fp4Array(**leaves, format=NVFP4, axis=-2)
+        leaves = {leaf: arrays.pop(f"{param}.{leaf}", None) for leaf in ("words", "scales", "row_exponent")}
+        if leaves["row_exponent"] is None:  # 2^0: the format has block scales only
+            shape = mapping.shapes[f"{param}.words"][:-2]
+            one = np.full(shape, ROW_EXPONENT_BIAS, np.uint8)
+            leaves["row_exponent"] = jax.device_put(one, sharding_of(mesh, axes[param][:-2], shape))
+        arrays[param] = Fp4Array(**leaves, format=layout.format, axis=-2)
     return Quantized(hf_config, family, config, to_state(abstract(config)[1], arrays))
+
+
+def _experts(params: Iterable[str]) -> frozenset[str]:
+    return frozenset(param for param in params if is_expert_weight(tuple(param.split("."))))
 
 
 def _check_blocks(
     param: str,
+    format: Fp4Format,
     words: jax.sharding.Sharding,
     scales: jax.sharding.Sharding,
     shapes: dict[str, tuple[int, ...]],
 ) -> None:
-    """A device's part of the words has to be whole blocks: two words a block."""
+    """A device's part of the words has to be whole blocks."""
     part = 8 * words.shard_shape(shapes[f"{param}.words"])[-2]
-    if part != NVFP4.block * scales.shard_shape(shapes[f"{param}.scales"])[-2]:
+    if part != format.block * scales.shard_shape(shapes[f"{param}.scales"])[-2]:
         raise CheckpointFormatError(
             f"the mesh gives a device {part} of the {8 * shapes[f'{param}.words'][-2]} inputs of {param}, which cuts a "
-            f"block of {NVFP4.block}; choose a smaller mesh axis, so that every part is a multiple of {NVFP4.block}."
+            f"block of {format.block}; choose a smaller mesh axis, so that every part is a multiple of {format.block}."
         )

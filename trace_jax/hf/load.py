@@ -14,11 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.formats import MXFP4, ROW_EXPONENT_BIAS
+from kernels_pallas.quantize import dequantize
 from trace_jax.hf.codecs import PLAIN, CodecError
 from trace_jax.hf.folder import CheckpointFormatError, Folder
 from trace_jax.hf.table import Link, Mapping, put, take
 
 SHOWN = 5
+CODES_PER_WORD = 8
 BLOCKS_OF_A_FILE = 8
 """A block is at most this part of the largest file, unless a single expert or row is more."""
 
@@ -59,20 +63,23 @@ def check_tensors(folder: Folder, mapping: Mapping, ignored: Callable[[str], boo
 def load_arrays(
     folder: Folder,
     mapping: Mapping,
+    shapes: Maps[str, tuple[int, ...]],
     shardings: Maps[str, Sharding],
     dtypes: Maps[str, jnp.dtype],
 ) -> dict[str, jax.Array]:
-    """Every parameter of a mapping, by dotted path. `check_tensors` has passed before.
+    """Arrays by dotted path. `check_tensors` has passed before.
 
     Args:
         folder: the checkpoint.
         mapping: the model's table.
+        shapes: of the parameters: those of the mapping, or of MXFP4 weights whose words and scales it maps, which are
+            dequantized block by block.
         shardings: of each parameter; a process reads only what its own devices hold.
         dtypes: of each parameter.
     """
     return {
         param: _load_array(folder, mapping, param, shape, shardings[param], dtypes[param])
-        for param, shape in mapping.shapes.items()
+        for param, shape in shapes.items()
     }
 
 
@@ -93,7 +100,9 @@ def _load_array(
 def _load_part(
     folder: Folder, mapping: Mapping, param: str, wanted: tuple[range, ...], dtype, device: jax.Device
 ) -> jax.Array:
-    layers = wanted[:1] if mapping.links[param][0].per_layer else ()
+    packed = param not in mapping.shapes
+    read = read_values if packed else read_block
+    layers = wanted[:1] if mapping.links[f"{param}.words" if packed else param][0].per_layer else ()
     rest = wanted[len(layers) :]
     rows = _rows_of_a_block(rest, folder.largest_file // BLOCKS_OF_A_FILE)
     whole = jnp.zeros([len(r) for r in wanted], dtype, device=device)
@@ -101,7 +110,7 @@ def _load_part(
         index = tuple(r[i] for r, i in zip(layers, place, strict=True))
         for start in range(0, len(rest[0]) if rest else 1, rows):
             part = (rest[0][start : start + rows], *rest[1:]) if rest else ()
-            block = read_block(folder, mapping, param, index, part)
+            block = read(folder, mapping, param, index, part)
             block = block.reshape((1,) * len(layers) + block.shape)
             at = (*place, *([start] if rest else []), *[0] * (len(rest) - 1))
             # Waits, so that blocks do not queue up on the host when reading is faster than the device.
@@ -155,6 +164,29 @@ def read_block(
                 )
     assert block is not None
     return block
+
+
+def read_values(
+    folder: Folder, mapping: Mapping, param: str, index: tuple[int, ...], wanted: Sequence[range]
+) -> jax.Array:
+    """FP32 values of one layer's part of an MXFP4 weight, see `read_block`; whole blocks of its codes are read."""
+    *lead, inputs, columns = wanted
+    first, last = inputs.start // MXFP4.block, -(-inputs.stop // MXFP4.block)
+    words = range(first * MXFP4.block // CODES_PER_WORD, last * MXFP4.block // CODES_PER_WORD)
+    packed = Fp4Array(
+        words=jnp.asarray(read_block(folder, mapping, f"{param}.words", index, (*lead, words, columns))),
+        scales=jnp.asarray(
+            read_block(folder, mapping, f"{param}.scales", index, (*lead, range(first, last), columns))
+        ),
+        row_exponent=jnp.full([len(r) for r in lead], ROW_EXPONENT_BIAS, jnp.uint8),
+        format=MXFP4,
+        axis=-2,
+    )
+    start = inputs.start - first * MXFP4.block
+    return _dequantized(packed)[..., start : start + len(inputs), :]
+
+
+_dequantized = jax.jit(functools.partial(dequantize, dtype=jnp.float32))
 
 
 def _first(mapping: Mapping, link: Link, index: tuple[int, ...]) -> tuple[int, ...]:

@@ -125,3 +125,31 @@ library decompresses.
 implementations differ by. Under tensor parallelism a device's part of the expert's width has to be a multiple of 16, or
 a block would be cut.
 """
+
+
+def mxfp4_config() -> dict[str, Any]:
+    """`quantization_config` of gpt-oss's layout: what stays BF16, in the words of the published checkpoints."""
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+
+def mxfp4_readme(plan: QuantPlan) -> str:
+    """README.md of an MXFP4 export: what the target engine does otherwise than the rollouts here."""
+    kv = "quantize keys and values to MXFP4" if plan.kv else "keep keys and values in BF16"
+    return f"""# MXFP4 export in the layout of gpt-oss
+
+Routed experts are MXFP4: E2M1 codes and an E8M0 scale for each 32 values along the input, those that rollouts hold, bit
+for bit. A block's scale is the smallest power of two that is not below its largest value / 6, so that nothing is
+clipped. Everything else, the experts' biases too, is BF16.
+
+## What the target engine does otherwise
+
+**Activations of experts.** Rollouts here quantize inputs of experts to MXFP4. Engines keep them in BF16, or take FP8
+where the hardware multiplies it with FP4.
+
+**KV cache.** Rollouts here {kv}. The export says nothing of the cache: an engine keeps it in its own dtype.
+
+**Arithmetic.** Sums in another order and other attention kernels: log-probs differ by about what two BF16
+implementations differ by. Under tensor parallelism a device's part of the expert's width has to be a multiple of 32, or
+a block would be cut.
+"""

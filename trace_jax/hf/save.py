@@ -1,5 +1,6 @@
 """From parameters to a folder of safetensors files, one file's tensors in memory at a time."""
 
+import functools
 import json
 import os
 import re
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from trace_jax.hf.codecs import PLAIN
 from trace_jax.hf.folder import INDEX, SINGLE, CheckpointFormatError
+from trace_jax.hf.model import is_kept_wide
 from trace_jax.hf.table import Mapping, Tensor, put, take
 from trace_jax.quant import cast_weight
 
@@ -54,7 +55,8 @@ def save_tensors(
     Args:
         folder: where to.
         mapping: the model's table.
-        values: parameters by dotted path, all of this process's devices. Floating-point ones are rounded to BF16.
+        values: parameters by dotted path, all of this process's devices. Floating-point ones are rounded to BF16, but
+            for those that stay FP32 in rollouts (`quant.KEPT_WIDE`), where BF16 would not hold them.
         extra: small tensors besides, by name.
         max_file_bytes: more than that, and the folder has several files and an index.
 
@@ -66,8 +68,9 @@ def save_tensors(
             raise CheckpointFormatError(
                 f"{param} is spread over several processes; restore the checkpoint in one process and export there."
             )
-    files = _distribute(mapping, extra, max_file_bytes)
-    layers, index, total = _Layers(values), {}, 0
+    wide = frozenset(param for param in mapping.shapes if is_kept_wide(param) and _is_rounded(values[param]))
+    files = _distribute(mapping, extra, wide, max_file_bytes)
+    layers, index, total = _Layers(values, wide), {}, 0
     for number, names in enumerate(files, 1):
         file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {
@@ -107,8 +110,8 @@ def build(mapping: Mapping, tensor: Tensor, block: Callable[[str, int | None], n
 class _Layers:
     """Layers of parameters on the host; those of one layer at a time, since files go layer by layer."""
 
-    def __init__(self, values: Maps[str, jax.Array]):
-        self._values = values
+    def __init__(self, values: Maps[str, jax.Array], wide: frozenset[str]):
+        self._values, self._wide = values, wide
         self._layer: int | None = None
         self._blocks: dict[str, np.ndarray] = {}
 
@@ -117,29 +120,36 @@ class _Layers:
             self._layer, self._blocks = layer, {}
         if param not in self._blocks:
             if layer is None:
-                self._blocks[param] = np.asarray(_rounded(self._values[param]))
+                self._blocks[param] = np.asarray(_stored(self._values[param]))
             else:  # all of its stack together: one program, not one per parameter
                 stack = param.split(".")[0]
                 whole = {name: x for name, x in self._values.items() if name.split(".")[0] == stack}
-                self._blocks |= {name: np.asarray(x) for name, x in _layer(whole, layer).items()}
+                self._blocks |= {name: np.asarray(x) for name, x in _layer(whole, layer, self._wide).items()}
         return self._blocks[param]
 
 
 @jax.jit
-def _rounded(x: jax.Array) -> jax.Array:
+def _stored(x: jax.Array) -> jax.Array:
     return cast_weight(x, jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def _layer(stack: dict[str, jax.Array], layer: jax.Array, wide: frozenset[str]) -> dict[str, jax.Array]:
+    of_layer = {name: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in stack.items()}
+    return {name: x if name in wide else _stored(x) for name, x in of_layer.items()}
+
+
 @jax.jit
-def _layer(stack: dict[str, jax.Array], layer: jax.Array) -> dict[str, jax.Array]:
-    return {
-        name: _rounded(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)) for name, x in stack.items()
-    }
+def _is_rounded(x: jax.Array) -> jax.Array:
+    """Whether BF16 does not hold every value."""
+    return (cast_weight(x, jnp.bfloat16).astype(x.dtype) != x).any()
 
 
-def _distribute(mapping: Mapping, extra: Maps[str, np.ndarray], max_file_bytes: int) -> list[list[str]]:
+def _distribute(
+    mapping: Mapping, extra: Maps[str, np.ndarray], wide: frozenset[str], max_file_bytes: int
+) -> list[list[str]]:
     """Names of the tensors of each file, in the model's order."""
-    sizes = {name: _stored_bytes(tensor) for name, tensor in mapping.tensors.items()}
+    sizes = {name: _stored_bytes(tensor, wide) for name, tensor in mapping.tensors.items()}
     sizes |= {name: x.nbytes for name, x in extra.items()}
     files: list[list[str]] = []
     room = -1
@@ -152,8 +162,11 @@ def _distribute(mapping: Mapping, extra: Maps[str, np.ndarray], max_file_bytes: 
     return files
 
 
-def _stored_bytes(tensor: Tensor) -> int:
-    itemsize = {"U8": 1, "F8_E4M3": 1, "F32": 4}[tensor.codec.dtypes[0]] if tensor.codec != PLAIN else 2
+def _stored_bytes(tensor: Tensor, wide: frozenset[str]) -> int:
+    dtype = tensor.codec.dtypes[0]
+    if tensor.uses[0].link.param in wide:
+        dtype = "F32"
+    itemsize = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}[dtype]
     return int(np.prod(tensor.stored_shape, dtype=np.int64)) * itemsize
 
 

@@ -12,6 +12,7 @@ from trace_jax.quant.numerics import (
 )
 from trace_jax.quant.plan import DOWN_INPUT, EXPERT_INPUT, KEY, SITES, VALUE, PlanError, QuantPlan
 from trace_jax.quant.weights import (
+    KEPT_WIDE,
     arranged_for_kernels,
     expert_guides,
     is_expert_weight,
@@ -22,6 +23,7 @@ from trace_jax.quant.weights import (
 __all__ = [
     "DOWN_INPUT",
     "EXPERT_INPUT",
+    "KEPT_WIDE",
     "KEY",
     "SITES",
     "VALUE",

@@ -12,7 +12,15 @@ from trace_jax.parallel import MeshConfig, make_mesh
 from trace_jax.quant import QuantPlan, rollout_weights
 
 
-def main(folder: str, out: str) -> dict:
+def refused(folder: str) -> str:
+    try:
+        load_quantized(folder, mesh=make_mesh(MeshConfig(tensor=4)))
+    except CheckpointFormatError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: str, gpt_oss: str, out: str) -> dict:
     mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
     whole, sharded = load_model(folder), load_model(folder, mesh=mesh)
     pairs = zip(jax.tree.leaves(whole.params), jax.tree.leaves(sharded.params), strict=True)
@@ -21,18 +29,20 @@ def main(folder: str, out: str) -> dict:
     export_nvfp4(rollout, whole.config, QuantPlan(), COMPRESSED_TENSORS, out)
     packed = load_quantized(out, mesh=mesh)
     packed_pairs = zip(jax.tree.leaves(rollout), jax.tree.leaves(packed.rollout), strict=True)
-    try:
-        load_quantized(out, mesh=make_mesh(MeshConfig(tensor=4)))
-        cut = ""
-    except CheckpointFormatError as error:
-        cut = str(error)
+    blocks = {
+        "whole": load_model(gpt_oss),
+        "sharded": load_model(gpt_oss, mesh=make_mesh(MeshConfig(fsdp=4))),
+    }
+    block_pairs = zip(*(jax.tree.leaves(loaded.params) for loaded in blocks.values()), strict=True)
     return {
         "equal": all(np.array_equal(a, b) for a, b in pairs),
         "spec": list(gate_up.sharding.spec),
         "shard": gate_up.addressable_shards[0].data.shape,
         "whole": gate_up.shape,
         "packed_equal": all(np.array_equal(a, b) for a, b in packed_pairs),
-        "cut": cut,
+        "blocks_equal": all(np.array_equal(a, b) for a, b in block_pairs),
+        "blocks_shard": by_path(blocks["sharded"].params)["moe.gate_up"].addressable_shards[0].data.shape,
+        "cut": [refused(path) for path in (out, gpt_oss)],
     }
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.trace_jax.hf.folders import TINY, changed, configured, split
+from tests.trace_jax.hf.folders import TINY, changed, configured, in_mxfp4, split
 from trace_jax.hf import load_model
 from trace_jax.hf.model import by_path
 
@@ -51,15 +51,22 @@ def test_a_tied_head_is_the_embedding(tmp_path):
 def test_import_onto_eight_devices(tmp_path):
     found = json.loads(
         run(
-            "import_on_devices", QWEN, tmp_path / "out", XLA_FLAGS="--xla_force_host_platform_device_count=8"
+            "import_on_devices",
+            QWEN,
+            in_mxfp4(TINY / "gpt_oss", tmp_path)[0],
+            tmp_path / "out",
+            XLA_FLAGS="--xla_force_host_platform_device_count=8",
         ).splitlines()[-1]
     )
     assert found["equal"] and found["packed_equal"]
     # [L, E, D, 2F] by layers, experts, fsdp and tensor.
     assert found["spec"] == [None, "expert", "fsdp", "tensor"]
     assert found["shard"] == [4, 4, 32, 32] and found["whole"] == [4, 8, 64, 64]
-    # The down projection's 32 inputs on 4 devices are half a block each.
-    assert "moe.down" in found["cut"] and "cuts a block of 16" in found["cut"]
+    # The down projection's 32 inputs on 4 devices are half a block each, and so are its 64 in MXFP4.
+    for said, size in zip(found["cut"], (16, 32), strict=True):
+        assert "moe.down" in said and f"cuts a block of {size}" in said
+    # Masters may be cut anywhere: whole blocks are read.
+    assert found["blocks_equal"] and found["blocks_shard"] == [4, 8, 16, 128]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from trace_jax.hf.config import HfConfig
 from trace_jax.hf.families import deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_5_moe, qwen3_moe
+from trace_jax.hf.families.parts import fused
 from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.table import Link
 from trace_jax.models import ModelConfig
@@ -14,8 +15,9 @@ from trace_jax.models import ModelConfig
 class Family(NamedTuple):
     """How checkpoints of one `model_type` are read and written.
 
-    `model_config` and `hf_config` are inverses; `table` maps every parameter, `engine_table` does with a matrix of its
-    own for each expert; `ignored` are the beginnings of the names of tensors that a checkpoint may hold for nothing.
+    `model_config` and `hf_config` are inverses; `table` maps every parameter as exports write it, `tables` are all that
+    a folder may follow, `engine_table` has a matrix of its own for each expert; `ignored` are the beginnings of the
+    names of tensors that a checkpoint may hold for nothing.
     """
 
     model_type: str
@@ -23,17 +25,22 @@ class Family(NamedTuple):
     model_config: Callable[[HfConfig], ModelConfig]
     hf_config: Callable[[ModelConfig], dict[str, Any]]
     table: Callable[[ModelConfig], list[Link]]
+    tables: Callable[[ModelConfig], list[list[Link]]]
     engine_table: Callable[[ModelConfig], list[Link]]
     ignored: Callable[[ModelConfig], tuple[str, ...]]
 
 
 def _family(module: Any) -> Family:
+    def tables(config: ModelConfig) -> list[list[Link]]:
+        return [module.table(config), fused(module.table(config))]
+
     return Family(
         model_type=module.MODEL_TYPE,
         architecture=module.ARCHITECTURE,
         model_config=module.model_config,
         hf_config=module.hf_config,
         table=module.table,
+        tables=getattr(module, "tables", tables),
         engine_table=getattr(module, "engine_table", module.table),
         ignored=module.ignored,
     )
@@ -46,6 +53,9 @@ FAMILIES = {
 FAMILY_OF = {"tiny_moe": "qwen3_moe", "qwen3_5_moe": "qwen3_5_moe_text"}
 """`ModelConfig.family` -> `model_type`, where they differ."""
 
+TEXT_OF = {"qwen3_5_moe": "qwen3_5_moe_text"}
+"""`model_type` of models of text and images -> of their text model, which `text_config` describes."""
+
 
 def read_config(mapping: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """Family and model of a `config.json`.
@@ -54,15 +64,37 @@ def read_config(mapping: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
         CheckpointFormatError: an unknown `model_type`, or a key or value that the model does not honour.
         ValueError: sizes that do not go together.
     """
+    mapping = text_part(mapping)
     model_type = mapping.get("model_type")
     if model_type not in FAMILIES:
         raise CheckpointFormatError(
-            f"config.json has model_type={model_type!r}; known are {', '.join(sorted(FAMILIES))}."
+            f"config.json has model_type={model_type!r}; known are {', '.join(sorted({*FAMILIES, *TEXT_OF}))}."
         )
     family, hf = FAMILIES[model_type], HfConfig(mapping)
     config = family.model_config(hf)
     hf.check_all_seen()
     return family, config
+
+
+def text_part(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a `config.json` says of the text model: itself, or its `text_config`.
+
+    Raises:
+        CheckpointFormatError: a model of text and images without `text_config`.
+    """
+    model_type = TEXT_OF.get(mapping.get("model_type"))
+    if model_type is None:
+        return mapping
+    text = mapping.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointFormatError(
+            f"config.json has model_type={mapping['model_type']!r} but no text_config."
+        )
+    # These two are the whole model's to say.
+    outer = {
+        name: mapping[name] for name in ("quantization_config", "tie_word_embeddings") if name in mapping
+    }
+    return {**text, **outer, "model_type": model_type}
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -101,5 +133,6 @@ def write_config(config: ModelConfig, base: Mapping[str, Any] | None = None) -> 
             f"{', '.join(f'{name}={getattr(config, name)!r}' for name in differ)}; there is no export of this model."
         )
     if base is not None and read_config(base)[1] == described:
-        ours = {name: value for name, value in base.items() if name != "quantization_config"}
+        kept = {name: value for name, value in text_part(base).items() if name != "quantization_config"}
+        ours = {"architectures": ours["architectures"], **kept}
     return {**ours, "dtype": "bfloat16"}

@@ -86,6 +86,10 @@ def table(config: ModelConfig) -> list[Link]:
     return links
 
 
+def tables(config: ModelConfig) -> list[list[Link]]:
+    return [table(config)]
+
+
 def engine_table(config: ModelConfig) -> list[Link]:
     """Experts as modules of their own: quantized, engines take them so, and not as arrays of all experts."""
     module, width = f"{MLP}.experts.{{expert}}", config.expert_hidden_size

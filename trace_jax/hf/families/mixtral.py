@@ -3,7 +3,7 @@
 from typing import Any
 
 from trace_jax.hf.config import HfConfig, rope_config
-from trace_jax.hf.families.parts import LAYER, attention, ends, experts, hf_sizes, sizes
+from trace_jax.hf.families.parts import LAYER, attention, ends, experts, fused, hf_sizes, renamed, sizes
 from trace_jax.hf.table import Link
 from trace_jax.models import ModelConfig
 
@@ -44,3 +44,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 def table(config: ModelConfig) -> list[Link]:
     block = f"{LAYER}.block_sparse_moe"
     return [*ends(config), *attention(config), *experts(config, block, gate="w1", up="w3", down="w2")]
+
+
+def tables(config: ModelConfig) -> list[list[Link]]:
+    return [table(config), renamed(fused(table(config)), ".block_sparse_moe.", ".mlp.")]

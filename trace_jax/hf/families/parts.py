@@ -1,5 +1,6 @@
 """What the tables and configurations of several families have in common."""
 
+import dataclasses
 from typing import Any
 
 from trace_jax.hf.config import HfConfig, rope_parameters
@@ -116,3 +117,24 @@ def dense(config: ModelConfig) -> list[Link]:
         ),
         linear("dense.down", f"{MLP}.down_proj.weight"),
     ]
+
+
+def fused(links: list[Link]) -> list[Link]:
+    """The same table where a folder holds the experts of a layer in one array: gate and up rows together.
+
+    `[E, 2F, D]` and `[E, D, F]`, under names that do not depend on the family: how transformers 5 holds them.
+    """
+    found: list[Link] = []
+    for link in links:
+        block, expert, _ = link.tensor.partition(".experts.{expert}.")
+        if not expert:
+            found.append(link)
+        elif link.param not in [other.param for other in found]:
+            name = f"{block}.experts.{link.param.removeprefix('moe.')}_proj"
+            found.append(Link(param=link.param, tensor=name, transpose=(0, 2, 1)))
+    return found
+
+
+def renamed(links: list[Link], old: str, new: str) -> list[Link]:
+    """The same table with `new` for `old` in the names of tensors."""
+    return [dataclasses.replace(link, tensor=link.tensor.replace(old, new)) for link in links]

@@ -3,7 +3,18 @@
 from typing import Any
 
 from trace_jax.hf.config import HfConfig, rope_config
-from trace_jax.hf.families.parts import LAYER, MLP, attention, ends, experts, hf_sizes, shared_expert, sizes
+from trace_jax.hf.families.parts import (
+    LAYER,
+    MLP,
+    attention,
+    ends,
+    experts,
+    fused,
+    hf_sizes,
+    renamed,
+    shared_expert,
+    sizes,
+)
 from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.table import Link, linear
 from trace_jax.models import ModelConfig
@@ -18,6 +29,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
     hf.require("attention_bias", False)
     hf.require("attn_output_gate", True)
     hf.require("hidden_act", "silu")
+    hf.require("mlp_only_layers", [], None)
     hf.unused(
         "full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"
     )
@@ -58,7 +70,7 @@ def _repeated(period: list[str], length: int) -> list[str]:
 
 
 def ignored(config: ModelConfig) -> tuple[str, ...]:
-    return ("mtp.",)  # predicts the token after the next
+    return ("mtp.", "model.visual.")  # predicts the token after the next; sees images
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -99,3 +111,10 @@ def table(config: ModelConfig) -> list[Link]:
         *shared_expert(config, f"{MLP}.shared_expert"),
         linear("moe.shared_gate", f"{MLP}.shared_expert_gate.weight"),
     ]
+
+
+def tables(config: ModelConfig) -> list[list[Link]]:
+    """Experts apart or fused, and the names of the model alone or of the text part of one that sees images."""
+    apart = table(config)
+    both = [apart, fused(apart)]
+    return both + [renamed(links, "model.", "model.language_model.") for links in both]
