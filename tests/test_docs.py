@@ -18,7 +18,7 @@ from trace_jax.rl.warmstart import WarmStartConfig
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = {
     name: re.sub(r"<!--.*?-->", "", (ROOT / name).read_text(), flags=re.DOTALL)
-    for name in ("README.md", "CONTRIBUTING.md", "docs/contract.md")
+    for name in ("README.md", "CONTRIBUTING.md", "docs/contract.md", "docs/models.md")
 }
 COMMAND = re.compile(r"python -m experiments\.(\w+)([^`\n|]*)")
 COMMANDS = sorted(
@@ -31,6 +31,7 @@ HYDRA = {
     "compare": ("experiments.compare", "CompareConfig"),
     "evaluate": ("experiments.evaluate", "EvaluateConfig"),
     "ageing": ("experiments.ageing", "AgeingConfig"),
+    "generate": ("experiments.generate", "GenerateConfig"),
     "export_hf": ("experiments.export_hf", "ExportConfig"),
 }
 
