@@ -84,15 +84,24 @@ def read_masters(config: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPla
     return model, load_params(config.run, model, config.step), plan or default
 
 
+def source_of(config: ExportConfig) -> str | None:
+    """The Hugging Face folder whose tokenizer and further keys of `config.json` go with the export, if there is one."""
+    if config.checkpoint is not None:
+        return config.checkpoint
+    start = RunFolder(Path(config.run)).config().get("init_from")
+    return start if start is not None and (Path(start) / "config.json").is_file() else None
+
+
 def export(config: ExportConfig) -> None:
     """Writes the folder that the config describes."""
     model, masters, plan = read_masters(config)
+    source = source_of(config)
     if config.format == "bf16":
-        export_bf16(masters, model, config.out, source=config.checkpoint)
+        export_bf16(masters, model, config.out, source=source)
         return
     rollout = jax.jit(rollout_weights, static_argnums=(1, 2))(masters, plan, "bfloat16")
     if config.format == MXFP4:
-        export_mxfp4(rollout, model, plan, config.out, source=config.checkpoint)
+        export_mxfp4(rollout, model, plan, config.out, source=source)
         return
     export_nvfp4(
         rollout,
@@ -102,7 +111,7 @@ def export(config: ExportConfig) -> None:
         config.out,
         input_scales=config.input_scales,
         native_fp4=config.native_fp4,
-        source=config.checkpoint,
+        source=source,
     )
 
 

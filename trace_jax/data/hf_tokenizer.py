@@ -100,17 +100,24 @@ class HfTokenizer:
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of `ids` up to the first end token, special tokens left out.
 
+        An id that only a padded embedding has becomes U+FFFD.
+
         Raises:
           TokenizerError: an id outside the vocabulary.
         """
-        kept = []
+        parts: list[str] = []
+        kept: list[int] = []
         for id_ in map(int, ids):
             if not 0 <= id_ < self.vocab_size:
                 raise TokenizerError(f"token id {id_} is outside the vocabulary of {self.vocab_size}")
             if id_ == self.eos_id:
                 break
-            kept.append(id_)
-        return self._tokenizer.decode(kept, skip_special_tokens=True)
+            if self._tokenizer.id_to_token(id_) is None:
+                parts += [self._tokenizer.decode(kept, skip_special_tokens=True), "\N{REPLACEMENT CHARACTER}"]
+                kept = []
+            else:
+                kept.append(id_)
+        return "".join([*parts, self._tokenizer.decode(kept, skip_special_tokens=True)])
 
     def chat(
         self,
@@ -143,7 +150,7 @@ class HfTokenizer:
             )
         except jinja2.UndefinedError as error:
             raise TokenizerError(f"the chat template needs what it was not given: {error.message}") from error
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise TokenizerError(f"the chat template refused the conversation: {error}") from error
 
     def _id(self, kind: str, token: str) -> int:

@@ -146,7 +146,7 @@ def _to_bytes(leaf: jax.Array, lead: int) -> jax.Array:
     """`[lead axes, ...]` as bytes `[lead axes, R]`."""
     if leaf.dtype.itemsize > 1:
         leaf = jax.lax.bitcast_convert_type(leaf, jnp.uint8)
-    return leaf.reshape(*leaf.shape[:lead], -1)
+    return leaf.reshape(*leaf.shape[:lead], math.prod(leaf.shape[lead:]))  # -1 is undefined without any layer
 
 
 def _from_bytes(part: np.ndarray | jax.Array, dtype: np.dtype) -> np.ndarray | jax.Array:

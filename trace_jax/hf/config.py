@@ -79,25 +79,27 @@ class HfConfig:
             )
 
 
-def rope_config(hf: HfConfig, head_dim: int, *, interleaved: bool = False) -> RopeConfig:
+def rope_config(hf: HfConfig, head_dim: int, *, interleaved: bool = False, share: float = 1.0) -> RopeConfig:
     """Rotary embeddings, from where transformers 5 keeps them or 4 did.
 
     Args:
         head_dim: of the dimensions that `partial_rotary_factor` is a share of.
         interleaved: the family rotates neighbouring dimensions.
+        share: of a head that the family rotates where `partial_rotary_factor` does not say.
 
     Raises:
         CheckpointFormatError: a kind or a key that the model does not honour.
     """
     given = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     hf.unused("rope_parameters", "rope_scaling")
-    theta, share = hf.get("rope_theta"), hf.get("partial_rotary_factor")
-    theta, share = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", share)
+    theta, stated = hf.get("rope_theta"), hf.get("partial_rotary_factor")
+    theta, stated = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", stated)
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
     # Images have positions in three dimensions; those of text are the same in each.
     for name in ("mrope_section", "mrope_interleaved"):
         given.pop(name, None)
+    share = share if stated is None else stated
     if theta is None:
         raise CheckpointFormatError("config.json has no rope_theta.")
     scaling = None
@@ -115,7 +117,7 @@ def rope_config(hf: HfConfig, head_dim: int, *, interleaved: bool = False) -> Ro
         )
     return RopeConfig(
         theta=float(theta),
-        dim=None if share in (None, 1, 1.0) else int(head_dim * share),
+        dim=None if share == 1 else int(head_dim * share),
         interleaved=interleaved,
         scaling=scaling,
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from trace_jax.config import ConfigError, check_range
 from trace_jax.models.rope import RopeConfig
 from trace_jax.models.router import RouterConfig
-from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, SITES, VALUE
+from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, KEY, VALUE
 
 FAMILIES = (
     "tiny_moe",
@@ -185,6 +185,24 @@ class ModelConfig:
                     f"model.layer_types is {self.layer_types} and model.{needed} is {getattr(self, needed)}; "
                     f"expected {needed} exactly where there are {kind!r} layers."
                 )
+        attention = {name for name in ("attention_bias", "output_gate", "sinks") if getattr(self, name)}
+        if attention and not set(self.layer_types) & set(ATTENTION_KINDS):
+            raise ValueError(
+                f"model sets {sorted(attention)} without attention layers, layer_types {self.layer_types}."
+            )
+        if self.shared_expert_gate and not self.shared_expert_size:
+            raise ValueError(
+                "model.shared_expert_gate is set, but shared_expert_size is 0; expected a shared expert."
+            )
+        if self.dense_hidden_size and not self.dense_layers:
+            raise ValueError(
+                f"model.dense_hidden_size is {self.dense_hidden_size}, but dense_layers is 0; expected dense layers."
+            )
+        if self.activation == "clamped_swiglu" and (self.dense_layers or self.shared_expert_size):
+            raise ValueError(
+                "model.activation 'clamped_swiglu' is for routed experts alone; expected no dense layers and no shared "
+                f"expert, got dense_layers={self.dense_layers} and shared_expert_size={self.shared_expert_size}."
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"model.window is {self.window}; expected at least 1, the token itself.")
 
@@ -216,15 +234,6 @@ class ModelConfig:
             return self.layers_of("moe")
         stacks = {KEY: ("attention", "latent"), VALUE: ("attention",)}[site]
         return tuple(sorted(i for stack in stacks for i in self.layers_of(stack)))
-
-    @property
-    def site_groups(self) -> tuple[tuple[str, ...], ...]:
-        """Sites that the same layers have, together."""
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for site in SITES:
-            if self.site_layers(site):
-                groups.setdefault(self.site_layers(site), []).append(site)
-        return tuple(tuple(sites) for sites in groups.values())
 
     def row_shape(self, site: str) -> tuple[int, ...]:
         """Shape of one row at a quantization site."""

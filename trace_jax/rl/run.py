@@ -74,7 +74,16 @@ def with_checkpoint(config: RunConfig) -> RunConfig:
 
     Raises:
         CheckpointFormatError: a `config.json` that is not of a known family, or not honoured.
+        ConfigError: the weights come with a tokenizer that the task does not use.
     """
+    has_tokenizer = config.init_from == SMOLLM2 or (
+        config.init_from is not None and (Path(config.init_from) / "tokenizer.json").is_file()
+    )
+    if has_tokenizer and config.task.tokenizer is None:
+        raise ConfigError(
+            f"init_from={config.init_from} has a tokenizer of its own, but task.tokenizer is not set: the model would "
+            f"read the task's ids as other words. Set task.tokenizer={config.init_from}."
+        )
     if not _is_hf_folder(config.init_from):
         return config
     model = read_model_config(config.init_from)[2]

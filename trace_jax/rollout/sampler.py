@@ -113,13 +113,15 @@ class Sampler:
         hashes = jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0))
         guided = None
         if self.record is not None:
-            guided = {site: self._recorded(site, layers) for site, layers in (out.guided or {}).items()}
+            guided = {group[0]: self._recorded(group, out.guided[group[0]]) for group in self.record.groups}
         rows = pack_rows((routes.astype(self._route_dtype), guided), hashes)
         return rows, None if out.every is None else pack_rows(out.every, None)
 
-    def _recorded(self, site: str, captured: LayerRows) -> LayerRows:
-        """The record's layers, of the captured ones that have a site."""
-        places = [self.model.site_layers(site).index(layer) for layer in self.record.layers_of(site)]
+    def _recorded(self, group: tuple[str, ...], captured: LayerRows) -> LayerRows:
+        """The record's layers, of the captured ones: those that have every site of the group."""
+        having = set.intersection(*(set(self.model.site_layers(site)) for site in group))
+        assert captured.data.shape[0] == len(having), (group, captured.data.shape, having)
+        places = [sorted(having).index(layer) for layer in self.record.layers_of(group[0])]
         return dataclasses.replace(captured, data=captured.data[np.asarray(places)])
 
     @functools.partial(jax.jit, static_argnums=0)

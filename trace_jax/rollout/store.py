@@ -191,10 +191,19 @@ def _check(t: Trajectories) -> None:
             raise RecordError(
                 f"routes are those of {layers} layers, but said to be of layers {list(routed)}."
             )
-        layers = max((*routed, -1)) + 1
+        # The depth of the model, which layers without experts do not show: as far as anything here is of a layer.
+        audited = (layer for _, of_site in t.audit_layers for layer in of_site)
+        lengths = (codes.words.shape[0] - 1 for codes in (t.audit or {}).values())
+        recorded = (layer for site in record.sites.values() for layer in site.spec.layers if not routed)
+        layers = max((*routed, *audited, *lengths, *recorded, -1)) + 1
     check_routes(
         record.routes, num_layers=record.routes.shape[0], num_experts=np.iinfo(np.int64).max, k=k, fed=t.fed
     )
+    for name, of_site in t.audit_layers:
+        if name not in (t.audit or {}) or list(of_site) != sorted(set(of_site)):
+            raise RecordError(
+                f"audit_layers of {name!r} are {list(of_site)}; expected increasing layers of an audited site."
+            )
     row_shapes = {name: site.row_shape for name, site in record.sites.items()}
     for name, codes in (t.audit or {}).items():
         # An audit sample is a full record of all layers that have the site.

@@ -61,8 +61,8 @@ def read_config(mapping: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """Family and model of a `config.json`.
 
     Raises:
-        CheckpointFormatError: an unknown `model_type`, or a key or value that the model does not honour.
-        ValueError: sizes that do not go together.
+        CheckpointFormatError: an unknown `model_type`, a key or value that the model does not honour, or sizes that do
+            not go together.
     """
     mapping = text_part(mapping)
     model_type = mapping.get("model_type")
@@ -71,7 +71,14 @@ def read_config(mapping: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
             f"config.json has model_type={model_type!r}; known are {', '.join(sorted({*FAMILIES, *TEXT_OF}))}."
         )
     family, hf = FAMILIES[model_type], HfConfig(mapping)
-    config = family.model_config(hf)
+    try:
+        config = family.model_config(hf)
+    except CheckpointFormatError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CheckpointFormatError(
+            f"config.json of a {model_type} describes no such model: {error}"
+        ) from error
     hf.check_all_seen()
     return family, config
 

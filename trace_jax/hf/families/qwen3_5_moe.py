@@ -61,7 +61,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
             value_dim=hf.take("linear_value_head_dim"),
             conv_width=hf.take("linear_conv_kernel_dim"),
         ),
-        rope=rope_config(hf, common["head_dim"]),
+        rope=rope_config(hf, common["head_dim"], share=0.25),
     )
 
 

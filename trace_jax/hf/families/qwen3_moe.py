@@ -6,6 +6,7 @@ from trace_jax.hf.config import HfConfig, rope_config
 from trace_jax.hf.families.parts import MLP, attention, ends, experts, hf_sizes, sizes
 from trace_jax.hf.table import Link
 from trace_jax.models import ModelConfig
+from trace_jax.models.router import RouterConfig
 
 MODEL_TYPE = "qwen3_moe"
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -16,7 +17,6 @@ def model_config(hf: HfConfig) -> ModelConfig:
     hf.require("decoder_sparse_step", 1)
     hf.require("hidden_act", "silu")
     hf.require("mlp_only_layers", [], None)
-    hf.require("norm_topk_prob", True)
     hf.require("use_sliding_window", False)
     hf.unused("intermediate_size", "sliding_window", "max_window_layers")
     common = sizes(hf)
@@ -26,6 +26,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
         num_experts=hf.take("num_experts", "num_local_experts"),
         experts_per_token=hf.take("num_experts_per_tok"),
         expert_hidden_size=hf.take("moe_intermediate_size"),
+        router=RouterConfig(normalize=bool(hf.get("norm_topk_prob", False))),
         rope=rope_config(hf, common["head_dim"]),
     )
 
@@ -43,7 +44,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         * config.expert_hidden_size,  # of dense layers: there are none
         "mlp_only_layers": [],
         "moe_intermediate_size": config.expert_hidden_size,
-        "norm_topk_prob": True,
+        "norm_topk_prob": config.router.normalize,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "use_sliding_window": False,
