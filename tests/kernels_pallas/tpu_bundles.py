@@ -24,7 +24,9 @@ TILE = 512  # K and N of the tile whose decoding is compared with BF16 weights, 
 def prepare(dump: str) -> None:
     """Set what libtpu reads when it loads; before JAX is imported."""
     # Of the schedules of all passes, which take more time to write than to make, the last ones.
-    flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
+    flags = (
+        f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
+    )
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ["LIBTPU_INIT_ARGS"] = flags
 

@@ -96,7 +96,9 @@ def compiled() -> tuple[str, int]:
         for a in jax.tree.leaves((params, state.cache), is_leaf=lambda a: isinstance(a, Fp4Array))
         if isinstance(a, Fp4Array)
     ]
-    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [state.cache["attention"].k.row_exponent]
+    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [
+        state.cache["attention"].k.row_exponent
+    ]
     least = min(a.size * a.dtype.itemsize // MODEL["num_layers"] for a in arrays)
     return lowered.compile().as_text(), least
 
