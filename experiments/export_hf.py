@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from experiments.common import CONFIGS, script
 from trace_jax.config import ConfigError, from_mapping
-from trace_jax.hf import LAYOUTS, export_bf16, export_mxfp4, export_nvfp4, load_model
+from trace_jax.hf import LAYOUTS, export_bf16, export_mxfp4, export_nvfp4, is_hf_folder, load_model
 from trace_jax.models import ModelConfig
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, QuantPlan, rollout_weights
 from trace_jax.rl import MethodConfig
@@ -89,7 +89,7 @@ def source_of(config: ExportConfig) -> str | None:
     if config.checkpoint is not None:
         return config.checkpoint
     start = RunFolder(Path(config.run)).config().get("init_from")
-    return start if start is not None and (Path(start) / "config.json").is_file() else None
+    return start if is_hf_folder(start) else None
 
 
 def export(config: ExportConfig) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,9 +22,9 @@ from omegaconf import DictConfig
 
 from experiments.common import CONFIGS, enable_compilation_cache, script
 from trace_jax.config import ConfigError, check_range, from_mapping
-from trace_jax.data import decode_response, load_tokenizer
-from trace_jax.hf import read_model_config
-from trace_jax.models import ModelConfig, abstract, init_cache
+from trace_jax.data import HfTokenizer, decode_response, encode_text, load_tokenizer
+from trace_jax.hf import is_hf_folder, read_model_config
+from trace_jax.models import ModelConfig, abstract, init_cache, run_like
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rl.run import load_params
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, random_rollout_weights
@@ -102,19 +101,16 @@ def prompts_of(generate: GenerateConfig, model: ModelConfig, tokenizer) -> list[
         ids = rng.integers(0, model.vocab_size, (generate.sequences, generate.prompt_tokens))
         return list(ids.astype(np.int32))
     text = generate.prompt
-    if hasattr(tokenizer, "chat"):
+    if isinstance(tokenizer, HfTokenizer) and tokenizer.has_chat_template:
         text = tokenizer.chat([{"role": "user", "content": text}])
-    ids = tokenizer.encode(text)
-    if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids = [tokenizer.bos_id, *ids]
-    return [np.asarray(ids, np.int32)] * generate.sequences
+    return [np.asarray(encode_text(tokenizer, text), np.int32)] * generate.sequences
 
 
 def measure(generate: GenerateConfig) -> dict[str, Any]:
     """Generates twice; see the module."""
     model = generate.model
-    if generate.init_from and (Path(generate.init_from) / "config.json").is_file():
-        model = dataclasses.replace(read_model_config(generate.init_from)[2], dtype=model.dtype)
+    if is_hf_folder(generate.init_from):
+        model = run_like(read_model_config(generate.init_from)[2], model)
     tokenizer = None if generate.tokenizer is None else load_tokenizer(generate.tokenizer)
     if tokenizer is not None and model.vocab_size == 0:
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.formats import Fp4Format, unpack_codes
+from kernels_pallas.quantize import quantize
 from trace_jax.models import ModelConfig, abstract, logical_axes
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rl import MethodConfig, OptimizerConfig, RLConfig, Trainer, make_batch, make_optimizer
@@ -154,3 +156,13 @@ def equal_trees(a, b) -> bool:
         np.array_equal(np.asarray(x), np.asarray(y), equal_nan=jnp.issubdtype(x.dtype, jnp.floating))
         for x, y in pairs
     )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def sensitive(x, tolerance: float, format: Fp4Format):
+    """Elements whose code, block scale or row scale changes when the row is moved by the tolerance."""
+    step = tolerance * jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    moved = quantize(jnp.stack([x, x + step, x - step, x * (1 + tolerance), x * (1 - tolerance)]), format)
+    codes = unpack_codes(moved.words)
+    scales = (moved.scales != moved.scales[:1]) | (moved.row_exponent != moved.row_exponent[:1])[..., None]
+    return jnp.any((codes != codes[:1]) | jnp.repeat(scales, format.block, axis=-1), axis=0)

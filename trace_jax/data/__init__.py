@@ -3,7 +3,7 @@
 from trace_jax.data.hf_tokenizer import HfTokenizer, TokenizerError
 from trace_jax.data.jsonl import JsonlSource, Row
 from trace_jax.data.load import load_tokenizer
-from trace_jax.data.pipeline import encode_prompt, prompt_iterator, sft_iterator
+from trace_jax.data.pipeline import encode_prompt, encode_text, prompt_iterator, sft_iterator
 from trace_jax.data.problem import DataError, Problem, ProblemSource
 from trace_jax.data.smollm2 import smollm2_file, smollm2_tokenizer
 from trace_jax.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, decode_response
@@ -21,6 +21,7 @@ __all__ = [
     "TokenizerError",
     "decode_response",
     "encode_prompt",
+    "encode_text",
     "load_tokenizer",
     "prompt_iterator",
     "sft_iterator",

@@ -119,6 +119,10 @@ class HfTokenizer:
                 kept.append(id_)
         return "".join([*parts, self._tokenizer.decode(kept, skip_special_tokens=True)])
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -138,7 +142,7 @@ class HfTokenizer:
         Raises:
           TokenizerError: no template, a variable that it prints is not given, or it refuses the conversation.
         """
-        if self._template is None:
+        if not self.has_chat_template:
             raise TokenizerError("the tokenizer has no chat template: give it one, or prompts without chat")
         day = date or datetime.date.today()
         try:

@@ -8,17 +8,22 @@ import numpy as np
 from jaxtyping import Int32
 
 from trace_jax.data.problem import DataError, Problem, ProblemSource
+from trace_jax.data.tokenizer import Tokenizer
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text that begins: after the begin token where there is one and the text does not have it."""
+    tokens, bos_id = tokenizer.encode(text), tokenizer.bos_id
+    return tokens if bos_id is None or tokens[:1] == [bos_id] else [bos_id, *tokens]
 
 
 def encode_prompt(source: ProblemSource, problem: Problem) -> Int32[np.ndarray, " tokens"]:
-    """The prompt, after the begin token where there is one and the prompt (a chat template's, say) does not have it.
+    """The prompt's ids; a chat template may have written the begin token already.
 
     Raises:
       DataError: no tokens, or more than `source.max_prompt_tokens`.
     """
-    tokens, bos_id = source.tokenizer.encode(problem.prompt), source.tokenizer.bos_id
-    if bos_id is not None and tokens[:1] != [bos_id]:
-        tokens = [bos_id, *tokens]
+    tokens = encode_text(source.tokenizer, problem.prompt)
     if not tokens:
         raise DataError(f"a prompt of task {source.name!r} has no tokens: {problem.prompt!r}")
     if len(tokens) > source.max_prompt_tokens:

@@ -31,6 +31,11 @@ class Imported(NamedTuple):
     params: nnx.State
 
 
+def is_hf_folder(path: str | Path | None) -> bool:
+    """Whether a folder has a `config.json`, which run folders do not have."""
+    return path is not None and (Path(path) / "config.json").is_file()
+
+
 def read_model_config(path: str | Path) -> tuple[dict[str, Any], Family, ModelConfig]:
     """`config.json` of a folder, as it is and as a model.
 

@@ -254,3 +254,20 @@ class ModelConfig:
         if self.latent is not None:
             kv["latent.latent_rank"] = self.latent.latent_rank
         return {"experts": experts, "kv": kv}
+
+
+def run_like(model: ModelConfig, other: ModelConfig) -> ModelConfig:
+    """A checkpoint's model, run as another is: dtype and remat are not a matter of the checkpoint."""
+    return dataclasses.replace(model, dtype=other.dtype, remat=other.remat)
+
+
+def check_same_model(found: ModelConfig, model: ModelConfig, path: str) -> None:
+    """Raises ConfigError, naming the fields, unless the checkpoint at `path` is of the configured model."""
+    found = run_like(found, model)
+    wrong = [
+        f"model.{field.name} is {getattr(model, field.name)!r}, not {getattr(found, field.name)!r}"
+        for field in dataclasses.fields(model)
+        if getattr(found, field.name) != getattr(model, field.name)
+    ]
+    if wrong:
+        raise ConfigError(f"{path} holds another model: {', '.join(wrong)}.")

@@ -3,7 +3,7 @@
 from flax import nnx
 
 from trace_jax.models.config import ModelConfig
-from trace_jax.models.layers import linear, norm_gain, param, rms_norm, swiglu, wide
+from trace_jax.models.layers import mlp, norm_gain, param, rms_norm
 
 
 class Dense(nnx.Module):
@@ -19,5 +19,4 @@ class Dense(nnx.Module):
 
     def __call__(self, x, config: ModelConfig):
         h = rms_norm(x, self.norm, config.norm_eps, centred=config.centred_norms)
-        act = swiglu(linear(h, self.gate_up).astype(wide(x.dtype))).astype(x.dtype)
-        return x + linear(act, self.down)
+        return x + mlp(h, self.gate_up, self.down)

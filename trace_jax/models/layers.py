@@ -72,6 +72,12 @@ def linear(
     return out.astype(x.dtype)
 
 
+def mlp(h: Float[Array, "*rows D"], gate_up: nnx.Param, down: nnx.Param) -> Float[Array, "*rows D"]:
+    """SwiGLU MLP in the compute dtype, its activation in FP32."""
+    act = swiglu(linear(h, gate_up).astype(wide(h.dtype))).astype(h.dtype)
+    return linear(act, down)
+
+
 def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
     """silu(gate) * up, of a gate's columns followed by those of an up projection (arXiv 2002.05202)."""
     gate, up = jnp.split(gate_up, 2, axis=-1)

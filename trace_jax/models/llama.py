@@ -6,14 +6,10 @@ import os
 import jax.numpy as jnp
 from flax import nnx
 
-from trace_jax.config import ConfigError
-from trace_jax.models.config import ModelConfig
+from trace_jax.models.config import ModelConfig, check_same_model
 from trace_jax.models.gguf import read_llama
 from trace_jax.models.transformer import abstract
 from trace_jax.models.upcycle import UpcycleConfig, upcycle
-
-# How a model runs is not a matter of the checkpoint.
-_FREE = ("dtype", "remat")
 
 
 def load_llama(path: str | os.PathLike, model: ModelConfig, config: UpcycleConfig | None = None) -> nnx.State:
@@ -40,15 +36,7 @@ def load_llama(path: str | os.PathLike, model: ModelConfig, config: UpcycleConfi
             experts_per_token=model.experts_per_token,
             expert_hidden_size=model.expert_hidden_size,
         )
-    found = dataclasses.replace(found, **{name: getattr(model, name) for name in _FREE})
-    if found != model:
-        names = [
-            f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(model, f.name)
-        ]
-        wrong = ", ".join(
-            f"model.{name} is {getattr(model, name)!r}, not {getattr(found, name)!r}" for name in names
-        )
-        raise ConfigError(f"{path} holds another model: {wrong}.")
+    check_same_model(found, model, str(path))
     state = nnx.to_flat_state(abstract(model)[1])
     # Popped one by one: what is on the device need not stay on the host.
     return nnx.from_flat_state(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from trace_jax.models.activations import clamped_swiglu, expert_bias
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.dispatch import expert_matmul, make_dispatch
-from trace_jax.models.layers import LayerInputs, gain_of, linear, norm_gain, param, swiglu, wide
+from trace_jax.models.layers import LayerInputs, gain_of, linear, mlp, norm_gain, param, wide
 from trace_jax.models.router import route
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, Numerics, cast_weight
 
@@ -97,8 +97,7 @@ class MoE(nnx.Module):
 
     def _shared(self, h, c: ModelConfig):
         """The shared expert's part of the sum, in FP32."""
-        act = swiglu(linear(h, self.shared_gate_up).astype(wide(h.dtype))).astype(h.dtype)
-        y = linear(act, self.shared_down).astype(wide(h.dtype))
+        y = mlp(h, self.shared_gate_up, self.shared_down).astype(wide(h.dtype))
         if c.shared_expert_gate:
             y = y * jax.nn.sigmoid(linear(h, self.shared_gate).astype(y.dtype))
         return y

@@ -1,7 +1,7 @@
 """Decoder-only transformer: layers under `lax.scan` over periods, split where guidance starts or stops."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.matmul import matmul
 from kernels_pallas.tiled import TiledFp4Array
 from trace_jax.models.attention import Attention
-from trace_jax.models.config import Layer, ModelConfig
+from trace_jax.models.config import ModelConfig
 from trace_jax.models.delta import DeltaNet
 from trace_jax.models.dense import Dense
 from trace_jax.models.latent import LatentAttention
 from trace_jax.models.layers import LayerInputs, norm_gain, param, rms_norm
 from trace_jax.models.moe import MoE
+from trace_jax.models.runs import Places, Run, concatenate_kept, layer_runs, stack_kept
 from trace_jax.parallel import constrain
 from trace_jax.quant import Numerics, cast_weight
 
@@ -41,42 +42,6 @@ class ForwardOutput:
     routes: Any
     guided: Any
     every: Any
-
-
-class Run(NamedTuple):
-    """Layers that are one scan: `repeats` times the `period` layers from `start` on, all guided or none."""
-
-    start: int
-    period: int
-    repeats: int
-    guided: bool
-
-
-def layer_runs(layers: tuple[Layer, ...], guided: tuple[int, ...]) -> list[Run]:
-    """Splits layers into runs, each as long as a repeated period of at most 8 layers reaches."""
-    kinds = [(layer, index in guided) for index, layer in enumerate(layers)]
-    runs, start = [], 0
-    while start < len(kinds):
-        end = start
-        while end < len(kinds) and kinds[end][1] == kinds[start][1]:
-            end += 1
-
-        def repeats(period, start=start, end=end):
-            count = 1
-            while start + (count + 1) * period <= end and (
-                kinds[start + count * period : start + (count + 1) * period] == kinds[start : start + period]
-            ):
-                count += 1
-            return count
-
-        # A period that repeats; where none does, one layer.
-        best = max(
-            (p for p in range(1, min(8, end - start) + 1) if p == 1 or repeats(p) > 1),
-            key=lambda p: (p * repeats(p), -p),
-        )
-        runs.append(Run(start, best, repeats(best), kinds[start][1]))
-        start += best * repeats(best)
-    return runs
 
 
 def run_layer(
@@ -175,7 +140,7 @@ class Transformer(nnx.Module):
             carry, part = self._run(run, carry, by_layer, stacks, guides, positions, valid, numerics)
             parts.append(part)
         x, cache = carry
-        routes, guided, every = (_concatenate([part[i] for part in parts]) for i in range(3))
+        routes, guided, every = (concatenate_kept([part[i] for part in parts]) for i in range(3))
         if routes is None:
             routes = {"own": jnp.zeros((0, *tokens.shape, config.experts_per_token), jnp.int32)}
         hidden = rms_norm(x, self.final_norm, config.norm_eps, centred=config.centred_norms)
@@ -184,7 +149,7 @@ class Transformer(nnx.Module):
     def _run(self, run: Run, carry, by_layer, stacks, guides, positions, valid, numerics):
         """One scan: the carry, and what its layers kept, by key, stacked over them."""
         config = self.config
-        places = {name: _Places(layers, run) for name, (layers, _) in by_layer.items()}
+        places = {name: Places(layers, run) for name, (layers, _) in by_layer.items()}
         # The cache and packed experts stay whole, and a layer finds its own by index: the scan would copy its slice of
         # each, and of the cache back again.
         whole = {name: _pick_packed(by_layer[name][1], True) for name in stacks}
@@ -235,7 +200,7 @@ class Transformer(nnx.Module):
                 routes = {} if experts is None else {"own": experts}
                 guided, every = numerics.collect(captured, valid, run.guided)
                 kept.append((routes, guided or {}, every or {}))
-            return (x, cache), tuple(_stacked([part[i] for part in kept]) for i in range(3))
+            return (x, cache), tuple(stack_kept([part[i] for part in kept]) for i in range(3))
 
         if config.remat:
             body = jax.checkpoint(body)
@@ -259,52 +224,6 @@ class Transformer(nnx.Module):
         if self.config.tied_embedding:
             return matmul(hidden, cast_weight(self.embedding[...], self.config.dtype).T)
         return matmul(hidden, cast_weight(self.head[...], self.config.dtype))
-
-
-class _Places:
-    """Where the layers of a run find what only `layers` have, in arrays stacked over these."""
-
-    def __init__(self, layers: tuple[int, ...], run: Run):
-        inside = [layer for layer in layers if run.start <= layer < run.start + run.period]
-        self.offsets = {layer - run.start: place for place, layer in enumerate(inside)}
-        self.first, self.count, self.repeats = (
-            sum(layer < run.start for layer in layers),
-            len(inside),
-            run.repeats,
-        )
-
-    def of(self, offset: int) -> int | None:
-        """Place of the period's layer `offset` among those of its period."""
-        return self.offsets.get(offset)
-
-    def traced(self, index: Int[Array, ""], offset: int) -> Int[Array, ""]:
-        """Place of that layer of period `index` in the whole stack."""
-        return self.first + index * self.count + self.offsets[offset]
-
-    def slices(self, tree: Any) -> Any:
-        """The run's part `[repeats, layers of a period, ...]` of arrays `[L, ...]`."""
-        part = slice(self.first, self.first + self.repeats * self.count)
-        return jax.tree.map(lambda leaf: leaf[part].reshape(self.repeats, self.count, *leaf.shape[1:]), tree)
-
-
-def _stacked(kept: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the layers of a period kept, stacked over those that kept anything under a key."""
-    keys = dict.fromkeys(key for part in kept for key in part)
-    return {
-        key: jax.tree.map(lambda *leaves: jnp.stack(leaves), *[part[key] for part in kept if key in part])
-        for key in keys
-    }
-
-
-def _concatenate(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What the runs kept, one after the other under every key."""
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {
-        key: jax.tree.map(
-            lambda *leaves: jnp.concatenate(leaves), *[part[key] for part in parts if key in part]
-        )
-        for key in keys
-    } or None
 
 
 def _pick_packed(state: nnx.State, packed: bool) -> nnx.State:

@@ -13,8 +13,16 @@ from flax import nnx
 from trace_jax.alignment.summary import Run
 from trace_jax.config import ConfigError, check_range, from_mapping, to_mapping
 from trace_jax.data import encode_prompt, prompt_iterator, smollm2_file
-from trace_jax.hf import load_model, read_model_config
-from trace_jax.models import ModelConfig, abstract, create, load_llama, logical_axes
+from trace_jax.hf import is_hf_folder, load_model, read_model_config
+from trace_jax.models import (
+    ModelConfig,
+    abstract,
+    check_same_model,
+    create,
+    load_llama,
+    logical_axes,
+    run_like,
+)
 from trace_jax.parallel import MeshConfig, make_mesh, shard
 from trace_jax.rl.config import OptimizerConfig, RLConfig
 from trace_jax.rl.evaluation import Evaluator
@@ -84,15 +92,9 @@ def with_checkpoint(config: RunConfig) -> RunConfig:
             f"init_from={config.init_from} has a tokenizer of its own, but task.tokenizer is not set: the model would "
             f"read the task's ids as other words. Set task.tokenizer={config.init_from}."
         )
-    if not _is_hf_folder(config.init_from):
+    if not is_hf_folder(config.init_from):
         return config
-    model = read_model_config(config.init_from)[2]
-    model = dataclasses.replace(model, dtype=config.model.dtype, remat=config.model.remat)
-    return dataclasses.replace(config, model=model)
-
-
-def _is_hf_folder(path: str | Path | None) -> bool:
-    return path is not None and (Path(path) / "config.json").is_file()
+    return dataclasses.replace(config, model=run_like(read_model_config(config.init_from)[2], config.model))
 
 
 def load_params(
@@ -113,16 +115,9 @@ def load_params(
     """
     if folder == SMOLLM2:
         return load_llama(smollm2_file(), model)
-    if _is_hf_folder(folder):
+    if is_hf_folder(folder):
         loaded = load_model(folder, mesh=mesh)
-        ours = dataclasses.replace(loaded.config, dtype=model.dtype, remat=model.remat)
-        if ours != model:
-            differs = [
-                f"{field.name} {getattr(ours, field.name)!r}, not {getattr(model, field.name)!r}"
-                for field in dataclasses.fields(model)
-                if getattr(ours, field.name) != getattr(model, field.name)
-            ]
-            raise ConfigError(f"{folder} is another model than configured: it has {'; '.join(differs)}.")
+        check_same_model(loaded.config, model, str(folder))
         return loaded.params
     checkpoints = Checkpoints(RunFolder(Path(folder)).checkpoints_path)
     template = {"train": {"params": abstract(model, jax.devices()[0])[1]}}

@@ -7,7 +7,7 @@ from flax import nnx
 from tests.trace_jax import small
 from trace_jax.models import ModelConfig, Transformer, abstract, logical_axes, parameter_count
 from trace_jax.models.config import Layer
-from trace_jax.models.transformer import layer_runs
+from trace_jax.models.runs import layer_runs
 from trace_jax.parallel import LOGICAL_AXES
 
 

@@ -13,6 +13,7 @@ from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import unpack_codes
 from kernels_pallas.kv_cache import init_latent_cache
 from kernels_pallas.quantize import dequantize, quantize
+from tests.trace_jax import small
 from trace_jax.config import ConfigError
 from trace_jax.guidance import mantissa_bits
 from trace_jax.models import ModelConfig
@@ -176,16 +177,6 @@ def test_unquantized_prefill_and_decode_are_the_full_forward(layer):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@jax.jit
-def sensitive(x):
-    """Elements whose code, block scale or row scale changes when the row is moved by the tolerance."""
-    step = TOLERANCE * jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    moved = quantize(jnp.stack([x, x + step, x - step, x * (1 + TOLERANCE), x * (1 - TOLERANCE)]), PLAN.fp4)
-    codes = unpack_codes(moved.words)
-    scales = (moved.scales != moved.scales[:1]) | (moved.row_exponent != moved.row_exponent[:1])[..., None]
-    return jnp.any((codes != codes[:1]) | jnp.repeat(scales, PLAN.fp4.block, axis=-1), axis=0)
-
-
 def test_fp4_codes_and_outputs_agree():
     config, valid = MODEL, np.asarray(VALID)
     full, _, captured = forward(config, FakeQuantNumerics(plan=PLAN))
@@ -198,7 +189,7 @@ def test_fp4_codes_and_outputs_agree():
     assert ours.shape == (BATCH, LENGTH, config.latent.latent_rank) and ours.row_exponent.ndim == 2
     assert np.array_equal(bits, mantissa_bits(ours.words))
     trainer = quantize(rows, PLAN.fp4)
-    may_differ = np.asarray(sensitive(rows))
+    may_differ = np.asarray(small.sensitive(rows, TOLERANCE, PLAN.fp4))
     assert may_differ.mean() < 0.02, "the tolerance would hide real differences"
     same_rows = valid.copy()
     for codes in (step_codes, trainer):

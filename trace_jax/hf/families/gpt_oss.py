@@ -17,9 +17,9 @@ PERIOD = {"sliding": "sliding_attention", "full": "full_attention"}
 def model_config(hf: HfConfig) -> ModelConfig:
     hf.require("attention_bias", True)
     hf.require("hidden_act", "silu")
-    hf.unused("experts_per_token", "initial_context_length", "swiglu_alpha")
+    hf.unused("experts_per_token", "initial_context_length")
     common = sizes(hf)
-    kinds = [kind for kind, name in PERIOD.items()]
+    kinds = list(PERIOD)
     layers = [PERIOD[kinds[i % 2]] for i in range(common["num_layers"])]
     if hf.get("layer_types", layers) != layers:
         raise CheckpointFormatError(
