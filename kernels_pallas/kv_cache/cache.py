@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, UInt8
 
 from kernels_pallas import formats
@@ -39,6 +40,24 @@ class KVCache:
         return self.k.shape[-3]
 
 
+def empty_entries(
+    shape: tuple[int, ...], width: int, format: Fp4Format | None, dtype: DTypeLike
+) -> Fp4Array | Array:
+    """Zeros [*shape, width]: rows in `format`, or with None unquantized, in `dtype`.
+
+    ValueError if `width` is no whole number of blocks.
+    """
+    if format is None:
+        return jnp.zeros((*shape, width), dtype)
+    check_block(width, -1, format)
+    return Fp4Array(
+        words=jnp.zeros((*shape, width // 8), jnp.uint32),
+        scales=jnp.zeros((*shape, width // format.block), jnp.uint8),
+        row_exponent=jnp.full(shape, formats.ROW_EXPONENT_BIAS, jnp.uint8),
+        format=format,
+    )
+
+
 def init_cache(
     batch: int,
     length: int,
@@ -57,15 +76,7 @@ def init_cache(
     """
     shape = (batch, length, kv_heads) if layers is None else (layers, batch, length, kv_heads)
 
-    def zeros():
-        if format is None:
-            return jnp.zeros((*shape, head_dim), dtype)
-        check_block(head_dim, -1, format)
-        return Fp4Array(
-            words=jnp.zeros((*shape, head_dim // 8), jnp.uint32),
-            scales=jnp.zeros((*shape, head_dim // format.block), jnp.uint8),
-            row_exponent=jnp.full(shape, formats.ROW_EXPONENT_BIAS, jnp.uint8),
-            format=format,
-        )
-
-    return KVCache(k=zeros(), v=zeros())
+    # Two arrays, not one twice: buffers are donated.
+    return KVCache(
+        k=empty_entries(shape, head_dim, format, dtype), v=empty_entries(shape, head_dim, format, dtype)
+    )

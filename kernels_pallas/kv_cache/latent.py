@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
-from kernels_pallas import formats
-from kernels_pallas.arrays import Fp4Array, check_block, pytree_dataclass
+from kernels_pallas.arrays import Fp4Array, pytree_dataclass
 from kernels_pallas.formats import Fp4Format
+from kernels_pallas.kv_cache.cache import empty_entries
 from kernels_pallas.kv_cache.pages import entry_index, write
 from kernels_pallas.quantize import quantize_recorded
 
@@ -57,17 +57,10 @@ def init_latent_cache(
     ValueError if `latent_rank` is no whole number of blocks.
     """
     shape = (batch, length) if layers is None else (layers, batch, length)
-    if format is None:
-        latent = jnp.zeros((*shape, latent_rank), dtype)
-    else:
-        check_block(latent_rank, -1, format)
-        latent = Fp4Array(
-            words=jnp.zeros((*shape, latent_rank // 8), jnp.uint32),
-            scales=jnp.zeros((*shape, latent_rank // format.block), jnp.uint8),
-            row_exponent=jnp.full(shape, formats.ROW_EXPONENT_BIAS, jnp.uint8),
-            format=format,
-        )
-    return LatentCache(latent=latent, rope_key=jnp.zeros((*shape, rope_dim), dtype))
+    return LatentCache(
+        latent=empty_entries(shape, latent_rank, format, dtype),
+        rope_key=empty_entries(shape, rope_dim, None, dtype),
+    )
 
 
 def append_latent(
