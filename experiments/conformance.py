@@ -7,6 +7,7 @@ per family and array, and exits with 1 if there is any.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Fp4Codes
 from kernels_pallas.formats import Fp4Format, get_format, pack_bits
-from kernels_pallas.guided_round import MODES, Guide, compact_scales, guided_round
+from kernels_pallas.guided_round import MODES, Guide, compact_scales, guided_round, guided_values
+from kernels_pallas.guided_round.api import IMPLEMENTATIONS as GUIDED_ROUND
 from kernels_pallas.quantize import dequantize, quantize
 from kernels_pallas.quantize.api import IMPLEMENTATIONS as QUANTIZE
 
@@ -60,13 +62,25 @@ def guided(trainer: jax.Array, record: Fp4Array, implementation: str | None) -> 
     results = {}
     for mode in MODES:
         guide = Guide(scales=record.scales, mode=mode, **common)
-        rounded = guided_round(trainer, guide, record.format, implementation=implementation)
-        results[f"guided/{mode}_codes"] = rounded.codes
+        results[f"guided/{mode}_codes"] = guided_codes(trainer, guide, record.format, implementation).codes
     guide = Guide(scales=compact_scales(record.scales), mode="mantissa", compact=True, **common)
-    rounded = guided_round(trainer, guide, record.format, implementation=implementation)
+    rounded = guided_codes(trainer, guide, record.format, implementation)
     results["guided/compact_scales"] = rounded.scales
     results["guided/compact_mantissa_codes"] = rounded.codes
     return results
+
+
+def guided_codes(x: jax.Array, guide: Guide, format: Fp4Format, implementation: str | None) -> Fp4Codes:
+    """Of `guided_round`, the reference's for an implementation that makes values alone; 255, which is no code, wherever
+    the value that a trainer gets from `guided_values` is not the code's.
+    """
+    makes_codes = implementation in (None, *GUIDED_ROUND)
+    codes = guided_round(x, guide, format, implementation=implementation if makes_codes else "reference")
+    values = guided_values(x, guide, format, implementation=implementation)
+    expected = dequantize(codes, x.dtype)
+    bits, expected_bits = (lax.bitcast_convert_type(a, jnp.uint16) for a in (values, expected))
+    same = (bits == expected_bits) | (jnp.isnan(values) & jnp.isnan(expected))
+    return dataclasses.replace(codes, codes=jnp.where(same, codes.codes, jnp.uint8(255)))
 
 
 JITTED = (

@@ -55,7 +55,8 @@ def _rows(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array, mode: str) -> Flo
     one = jax.tree.map(lambda leaf: leaf[None], w)
     split, columns = _split(*w.padded, rows if mode == "fast" else 1)
     parts = launch(x, one, jnp.full((1,), rows, jnp.int32), gated=False, split=split, columns=columns)
-    return parts[0] if split == 1 else jnp.sum(parts, axis=0)
+    # One after the other: XLA's reduction orders a sum by the number of rows.
+    return functools.reduce(jnp.add, [parts[i] for i in range(split)])
 
 
 def _split(k: int, n: int, rows: int) -> tuple[int, int]:
