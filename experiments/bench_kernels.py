@@ -3,9 +3,8 @@
     python -m experiments.bench_kernels --list
     python -m experiments.bench_kernels [--group matmul|grouped_matmul|decode_attention|prefill|rounding] [--out DIR]
 
-A program calls an op many times, on inputs of its own each; shown is what `MANY` calls take longer than `FEW`, over the
-difference, the median of `REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run
-only.
+A program calls an op many times; shown is what `MANY` calls take longer than `FEW`, over the difference, the median of
+`REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run only.
 """
 
 import argparse
@@ -25,38 +24,48 @@ from experiments.kernel_list import describe
 from experiments.prefill_cases import prefill_cases
 from trace_jax.runs import describe_environment
 
-FEW, MANY, REPEATS = 4, 20, 9
+FEW, MANY, REPEATS = 2, 14, 11
 GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
 
 
-def many(run: Run) -> Run:
-    """A program of as many calls as it is given first arguments, one after the other."""
+def many(run: Run, count: int, carried: bool) -> Run:
+    """A program of `count` calls, one after the other: the last one's result.
 
-    def calls(firsts: list[Any], *rest: Any) -> list[Any]:
-        results: list[Any] = []
-        for first in firsts:
-            if results:  # XLA would merge products with the same weights into one
-                first, _ = jax.lax.optimization_barrier((first, results[-1]))
-            results.append(run(first, *rest))
-        return results
+    One array goes in and one result comes out, however many calls there are: handing over another one takes the host
+    some ten microseconds. `carried`: a call's result is the next one's first argument, whose buffer it may take.
+    """
 
-    return jax.jit(calls)
+    def calls(first: Any, *rest: Any) -> Any:
+        result = None
+        for _ in range(count):
+            if carried:
+                first = result = run(first, *rest)
+            else:
+                if result is not None:  # XLA would make one call of equal ones
+                    first, _ = jax.lax.optimization_barrier((first, result))
+                result = run(first, *rest)
+        return result
+
+    return jax.jit(calls, donate_argnums=0 if carried else ())
 
 
 class Program:
     """One op, called `FEW` and `MANY` times in a program: what `MANY` takes longer is time of the device alone."""
 
-    def __init__(self, run: Run, arguments: tuple[Any, ...]):
-        first, *self.rest = arguments
-        self.firsts = [jax.tree.map(jnp.copy, first) for _ in range(MANY)]
-        self.run = many(run)
-        for count in (FEW, MANY):
+    def __init__(self, run: Run, arguments: tuple[Any, ...], carried: bool = False):
+        self.first, *self.rest = arguments
+        self.carried = carried
+        self.runs = {count: many(run, count, carried) for count in (FEW, MANY)}
+        for count in self.runs:
             self.seconds(count)
 
     def seconds(self, count: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(self.run(self.firsts[:count], *self.rest))
-        return time.perf_counter() - start
+        result = jax.block_until_ready(self.runs[count](self.first, *self.rest))
+        elapsed = time.perf_counter() - start
+        if self.carried:
+            self.first = result
+        return elapsed
 
     def sample(self) -> float:
         return (self.seconds(MANY) - self.seconds(FEW)) / (MANY - FEW)
@@ -83,10 +92,10 @@ def measure(case: Case, bandwidth: float) -> dict[str, Any]:
     row: dict[str, Any] = {"op": case.op, "shape": case.shape, "must": case.must, "aim": case.aim}
     arguments = case.arguments()
     other = arguments if case.baseline_arguments is None else case.baseline_arguments()
-    programs = {"ours": Program(case.ours, arguments)}
+    programs = {"ours": Program(case.ours, arguments, case.carried)}
     for name, run in case.baselines.items():
         try:
-            programs[name] = Program(run, other)
+            programs[name] = Program(run, other, case.carried)
         except Exception as error:  # a baseline that this machine lacks is shown as such
             row.setdefault("without", {})[name] = str(error).splitlines()[0][:200]
     times = timed(programs)

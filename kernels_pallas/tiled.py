@@ -4,9 +4,11 @@ A warp multiplies 16 columns of a weight (the rows of its transpose) by 16 value
 holds 8 elements of that tile: of two columns, 8 apart, two pairs of neighbours along K, 8 apart. In an `Fp4Array` these
 lie in four words; here they are one word, and the words of four tiles the 16 bytes that the thread loads.
 
-In a word the 8 codes lie so that BF16 pairs come out of it with a shift and a mask: a code's sign and its three other
-bits belong at bits 15 and 8..6 of a BF16 number that is then 2^-126 times the value. NVFP4's scale bytes get 5 exponent
-bits, so that their decoding has no case for subnormals.
+In a word the 8 codes lie so that BF16 pairs come out of it with a rotation and a mask: a code's sign and its three
+other bits belong at bits 15 and 8..6 of a BF16 number that is then 2^-126 times the value. Scale bytes are stored as
+BF16 needs them. NVFP4's get 5 exponent bits, so that their decoding has no case for subnormals. MXFP4's are exponents
+that make up for the 2^-126: up to 2^1, beyond which a power of two is taken out of all scales of the matrix. Then those
+that are more than 2^133 smaller than the largest leave BF16's range, and their products are 0.
 """
 
 import dataclasses
@@ -23,9 +25,12 @@ COLUMNS, DEPTH = 16, 64
 """Columns and values of K whose codes lie together: a unit of 128 words."""
 MULTIPLE = 128
 """K and N are filled up to a multiple of this with zeros."""
+EXACT_BELOW = 133
+"""MXFP4: scales down to this many powers of two below a matrix's largest are exact whatever that is."""
 
-# Bit in a 16-bit half of each bit of a code (sign, two exponent bits, mantissa), for the four codes in it.
-_POSITIONS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+# Bits of each pair's lower code (sign, two exponent bits, mantissa); the upper code's are 16 further, modulo 32. They
+# get to their places by rotations by 0, 6, -4; the last pair's by 2, but for one, by -6. No four rotations do.
+_POSITIONS = ((15, 8, 7, 6), (9, 2, 1, 0), (19, 12, 11, 10), (13, 14, 5, 4))
 
 
 @pytree_dataclass(static=("format", "size", "gated"))
@@ -36,7 +41,7 @@ class TiledFp4Array:
     Attributes:
       words: uint32 [..., N' / 16, K' / 64, 128], K' and N' being K and N filled up.
       scales: uint8 [..., N' / 16, K' / 64, 64], one for a column and 16 values of K (MXFP4's are there twice).
-      row_exponent: uint8 [...], one per matrix.
+      row_exponent: uint8 [...], one per matrix, of the power of two that its products are still to be multiplied by.
       format: static.
       size: static, (K, N).
       gated: static; columns are a gate and an up projection side by side, stored in turns of 8.
@@ -73,12 +78,15 @@ class TiledFp4Array:
         words = words.reshape(*words.shape[:-6], -1, words.shape[-3] * COLUMNS)
         scales = _permuted(self.scales.reshape(*self.scales.shape[:-1], 8, 4, 2), "n J g t a -> J t n a g")
         scales = scales.reshape(*scales.shape[:-5], -1, scales.shape[-3] * COLUMNS)[..., :: block // 16, :]
+        row_exponent = self.row_exponent
         if self.format.scale_dtype == "e4m3":
             scales = _narrow(scales)
+        else:
+            scales, row_exponent = _raised(scales, row_exponent)
         return Fp4Array(
             words=_ungate(words, n, self.gated)[..., : k // 8, :],
             scales=_ungate(scales, n, self.gated)[..., : k // block, :],
-            row_exponent=self.row_exponent,
+            row_exponent=row_exponent,
             format=self.format,
             axis=-2,
         )
@@ -113,16 +121,18 @@ def tile(w: Fp4Array, *, gated: bool = False) -> TiledFp4Array:
         *words.shape[:-2], k // DEPTH, 4, 2, n // COLUMNS, 2, 8, 4
     )
     pairs = _permuted(pairs, "J t h n a g q -> n J g q t h a")
-    scales = w.scales
+    scales, row_exponent = w.scales, w.row_exponent
     if w.format.scale_dtype == "e4m3":
         scales = _widen(scales)
+    else:
+        scales, row_exponent = _lowered(scales)
     scales = _gate(_fill(jnp.repeat(scales, w.format.block // 16, axis=-2), k // 16), gated)
     scales = scales.reshape(*scales.shape[:-2], k // DEPTH, 4, n // COLUMNS, 2, 8)
     scales = _permuted(scales, "J t n a g -> n J g t a")
     return TiledFp4Array(
         words=_words(pairs.reshape(*pairs.shape[:-5], 128, 4)),
         scales=scales.reshape(*scales.shape[:-3], 64),
-        row_exponent=w.row_exponent,
+        row_exponent=row_exponent,
         format=w.format,
         size=w.shape[-2:],
         gated=gated,
@@ -164,7 +174,7 @@ def _words(pairs: UInt8[Array, "... 4"]) -> UInt32[Array, "..."]:
         byte = pairs[..., pair].astype(jnp.uint32)
         for i in range(2):
             for bit, place in zip((3, 2, 1, 0), places, strict=True):
-                word = word | (((byte >> (4 * i + bit)) & 1) << (16 * i + place))
+                word = word | (((byte >> (4 * i + bit)) & 1) << ((16 * i + place) % 32))
     return word
 
 
@@ -175,7 +185,7 @@ def _pairs(words: UInt32[Array, "..."]) -> UInt8[Array, "... 4"]:
         byte = jnp.zeros(words.shape, jnp.uint32)
         for i in range(2):
             for bit, place in zip((3, 2, 1, 0), places, strict=True):
-                byte = byte | (((words >> (16 * i + place)) & 1) << (4 * i + bit))
+                byte = byte | (((words >> ((16 * i + place) % 32)) & 1) << (4 * i + bit))
         pairs.append(byte.astype(jnp.uint8))
     return jnp.stack(pairs, axis=-1)
 
@@ -194,3 +204,19 @@ def _narrow(wide: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
     subnormal = lax.shift_right_logical(8 + (byte & 7), jnp.clip(16 - (byte >> 3), 0, 3))
     narrow = jnp.where(byte >= 128, byte - 120, jnp.where(byte == 0, 0, subnormal))
     return jnp.where(byte == 0xFF, 0x7F, narrow).astype(jnp.uint8)
+
+
+def _lowered(scales: UInt8[Array, "... k n"]) -> tuple[UInt8[Array, "... k n"], UInt8[Array, "..."]]:
+    """E8M0 bytes as exponents of BF16 scales x 2^126, and the exponent byte of what is taken out of a matrix's."""
+    byte = scales.astype(jnp.int32)
+    taken = jnp.maximum(jnp.max(jnp.where(byte == 0xFF, 0, byte), axis=(-2, -1)) - 128, 0)
+    lowered = jnp.where(byte == 0xFF, 0xFF, byte + 126 - taken[..., None, None])
+    return lowered.astype(jnp.uint8), (127 + taken).astype(jnp.uint8)
+
+
+def _raised(
+    lowered: UInt8[Array, "... k n"], exponent: UInt8[Array, "..."]
+) -> tuple[UInt8[Array, "... k n"], UInt8[Array, "..."]]:
+    byte = lowered.astype(jnp.int32)
+    scales = jnp.where(byte == 0xFF, 0xFF, byte - 253 + exponent.astype(jnp.int32)[..., None, None])
+    return scales.astype(jnp.uint8), jnp.full(exponent.shape, 127, jnp.uint8)

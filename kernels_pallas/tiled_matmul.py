@@ -61,22 +61,19 @@ def launch(
 def _tiles(rows: int, groups: int, fp4: bool, columns: int) -> dict[str, int]:
     """Tile sizes by the mean group, measured on an H200. None changes in which order a sum is taken."""
     mean = -(-rows // groups)
-    if mean <= 16:
-        deep = {"BLOCK_M": 16, "BLOCK_K": 128, "WARPS": 4, "STAGES": 4 if fp4 else 3}
-    elif mean <= 32:
-        deep = {"BLOCK_M": 32, "BLOCK_K": 64, "WARPS": 4, "STAGES": 3}
-    elif mean <= 64:
-        deep = {"BLOCK_M": 64, "BLOCK_K": 64, "WARPS": 8 if fp4 else 4, "STAGES": 3}
-        if groups == 1:
-            deep |= {"BLOCK_K": 128, "WARPS": 4}
+    if mean <= 64:
+        height = 16 if mean <= 16 else 32 if mean <= 32 else 64
+        deep = {"BLOCK_M": height, "BLOCK_K": 128 if fp4 or height == 16 else 64, "WARPS": 4}
     else:
-        deep = {"BLOCK_M": 256 if mean > 128 else 128, "BLOCK_K": 64, "WARPS": 8, "STAGES": 3}
+        deep = {"BLOCK_M": 256 if mean > 128 else 128, "BLOCK_K": 64, "WARPS": 8}
     deep["WARPS"] = min(deep["WARPS"], columns // 16)
-    return {"BLOCK_N": columns, **deep}
+    # Words of 64 values of K at a time: more of them, decoded, do not fit a thread's registers.
+    stages = 4 if fp4 and mean <= 16 else 3
+    return {"BLOCK_N": columns, "PARTS": deep["BLOCK_K"] // 64, "STAGES": stages, **deep}
 
 
 def decoded(w: TiledFp4Array) -> Float[Array, "n2 k2"]:
-    """Operand of a matrix, code x block scale in BF16, transposed and filled up."""
+    """Operand of a matrix, code x block scale in BF16, transposed and filled up; `w.row_exponent` is left to apply."""
     from kernels_pallas.triton_matmul import operand_kernel
 
     k, n = w.padded

@@ -12,40 +12,39 @@ from kernels_pallas.triton_jit import jit
 
 _PAIRS = """
 and.b32 a, $8, 0x81C081C0;
-shl.b32 b, $8, 3;
+shl.b32 b, $8, 6;
 and.b32 b, b, 0x81C081C0;
-shl.b32 c, $8, 6;
+shf.r.wrap.b32 c, $8, $8, 4;
 and.b32 c, c, 0x81C081C0;
-shl.b32 d, $8, 1;
-and.b32 d, d, 0x80008000;
-shr.b32 t, $8, 4;
-and.b32 t, t, 0x00C000C0;
-or.b32 d, d, t;
-shr.b32 t, $8, 5;
+shl.b32 d, $8, 2;
+and.b32 d, d, 0x80C080C0;
+shr.b32 t, $8, 6;
 and.b32 t, t, 0x01000100;
 or.b32 d, d, t;
 """
-# The scale bytes of two columns, each in both halves of a register.
-_SCALES = "prmt.b32 s0, $9, 0, 0x4040; prmt.b32 s1, $9, 0, 0x4141;"
+# The scale bytes of two columns in the halves of a register; then, multiplied out, each in both halves of one.
+_SCALES = "prmt.b32 s0, $9, 0, 0x4140;"
+_SPREAD = "mov.b32 {l, h}, s0; mov.b32 s0, {l, l}; mov.b32 s1, {h, h};"
 # Times E4M3 scales x 2^119, which their widened bytes are under the exponent bits 111: exact, 2^-7 times the operand.
 DECODE_E4M3 = tl.constexpr(
-    "{ .reg .b32 s0, s1; "
+    "{ .reg .b32 s0, s1; .reg .b16 l, h; "
     + REGISTERS
     + _SCALES
-    + "mad.lo.u32 s0, s0, 16, 0x70007000; mad.lo.u32 s1, s1, 16, 0x70007000;"
+    + "mad.lo.u32 s0, s0, 16, 0x70007000;"
+    + _SPREAD
     + _PAIRS
     + times("s0", "s1")
     + RESULTS
     + "}"
 )
-# Times 2^126, then times E8M0 scales, which their bytes are as exponents.
+# Times scales whose bytes are exponents already: exact, the operand.
 DECODE_E8M0 = tl.constexpr(
-    "{ .reg .b32 s0, s1, u; "
+    "{ .reg .b32 s0, s1; .reg .b16 l, h; "
     + REGISTERS
     + _SCALES
-    + "shl.b32 s0, s0, 7; shl.b32 s1, s1, 7; mov.b32 u, 0x7E807E80;"
+    + "shl.b32 s0, s0, 7;"
+    + _SPREAD
     + _PAIRS
-    + times("u")
     + times("s0", "s1")
     + RESULTS
     + "}"
@@ -54,16 +53,15 @@ DECODE_E8M0 = tl.constexpr(
 
 @jit
 def unit_offsets(COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, units):
-    """Offsets of a tile's words, and of each word's two scale bytes in pairs, for units that are `units` to a column.
-
-    `[columns / 16 / WARPS, DEPTH / 64, WARPS, 128]`: every warp reads units of its own, every thread 16 bytes.
+    """Offsets of a tile's words, `[columns / 16 / WARPS, DEPTH / 64, WARPS, 128]`: every warp reads units of its own,
+    every thread 16 bytes; and of its scale bytes in pairs, `[..., 8, 4]`, for units that are `units` to a column.
     """
     outer: tl.constexpr = COLUMNS // (16 * WARPS)
-    inner = tl.arange(0, 128)
     unit = (tl.arange(0, outer)[:, None, None] * WARPS + tl.arange(0, WARPS)[None, None, :]) * units
-    unit = (unit + tl.arange(0, DEPTH // 64)[None, :, None])[:, :, :, None]
-    of_word = (inner // 16) * 4 + inner % 4  # the four threads of a row share them
-    return unit * 128 + inner[None, None, None, :], unit * 32 + of_word[None, None, None, :]
+    unit = unit + tl.arange(0, DEPTH // 64)[None, :, None]
+    words = unit[:, :, :, None] * 128 + tl.arange(0, 128)[None, None, None, :]
+    pairs = tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return words, unit[:, :, :, None, None] * 32 + pairs[None, None, None, :, :]
 
 
 @jit
@@ -72,7 +70,11 @@ def decoded(
 ):
     """BF16 `[COLUMNS, DEPTH]` of a tile of words and their scale bytes: registers are decoded and renamed."""
     code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
-    a0, a1, b0, b1, c0, c1, d0, d1 = eight_values(code, words, scales.to(tl.int32))
+    outer: tl.constexpr = COLUMNS // (16 * WARPS)
+    # The four threads of a row share its scales.
+    scales = tl.broadcast_to(scales[:, :, :, :, None, :], (outer, DEPTH // 64, WARPS, 8, 4, 4))
+    scales = scales.reshape(outer, DEPTH // 64, WARPS, 128).to(tl.int32)
+    a0, a1, b0, b1, c0, c1, d0, d1 = eight_values(code, words, scales)
     first = tl.join(tl.join(a0, a1), tl.join(c0, c1))
     second = tl.join(tl.join(b0, b1), tl.join(d0, d1))
     x = tl.join(first, second)
@@ -110,6 +112,7 @@ def grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -173,25 +176,31 @@ def grouped_kernel(
             x_at += BLOCK_K
     else:
         units: tl.constexpr = K_PADDED // 64
-        word, scale = unit_offsets(BLOCK_N, BLOCK_K, WARPS, units)
+        DEPTH: tl.constexpr = BLOCK_K // PARTS
+        word, scale = unit_offsets(BLOCK_N, DEPTH, WARPS, units)
+        k = first_k + tl.arange(0, DEPTH)
+        x_at = x_ptr + rows[:, None] * K + k[None, :]
         unit = matrix * (N_PADDED // 16) * units + column_block * (BLOCK_N // 16) * units + first_k // 64
         word_at = w_ptr + unit * 128 + word
         scale_at = scales_ptr.to(tl.pointer_type(tl.uint16)) + unit * 32 + scale
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for step in tl.range(0, steps, num_stages=STAGES):
-            words = tl.load(word_at)
-            scales = tl.load(scale_at)
-            if K == K_PADDED:
-                x = tl.load(x_at, mask=live[:, None], other=0.0)
-            else:
-                x = tl.load(x_at, mask=live[:, None] & (k + step * BLOCK_K < K)[None, :], other=0.0)
-            w = decoded(words, scales, FORMAT == "nvfp4", BLOCK_N, BLOCK_K, WARPS)
-            acc = tl.dot(w, tl.trans(x), acc)
+            for part in tl.static_range(PARTS):
+                words = tl.load(word_at + part * (DEPTH // 64 * 128))
+                scales = tl.load(scale_at + part * (DEPTH // 64 * 32))
+                if K == K_PADDED:
+                    x = tl.load(x_at + part * DEPTH, mask=live[:, None], other=0.0)
+                else:
+                    inside = live[:, None] & (k + step * BLOCK_K + part * DEPTH < K)[None, :]
+                    x = tl.load(x_at + part * DEPTH, mask=inside, other=0.0)
+                w = decoded(words, scales, FORMAT == "nvfp4", BLOCK_N, DEPTH, WARPS)
+                acc = tl.dot(w, tl.trans(x), acc)
             word_at += BLOCK_K // 64 * 128
             scale_at += BLOCK_K // 64 * 32
             x_at += BLOCK_K
         if FORMAT == "nvfp4":
-            acc = acc * E4M3_SHIFT * power_of_two(tl.load(w_exponent_ptr + matrix))
+            acc = acc * E4M3_SHIFT
+        acc = acc * power_of_two(tl.load(w_exponent_ptr + matrix))
         if GATED:
             first, second = tl.split(acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1))
             first = first.reshape(BLOCK_N // 2, BLOCK_M)

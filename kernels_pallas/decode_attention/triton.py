@@ -12,7 +12,7 @@ from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.kv_cache.cache import KVCache, init_cache
 from kernels_pallas.triton_bridge import CompileCase
 
-CHUNK = 1024
+CHUNK = 512
 """Positions of a program. Fixed, so that a row's result does not depend on the batch or on the cache's length."""
 HEAD_DIMS = (64, 128, 256)
 MAX_QUERIES = 16
@@ -102,7 +102,7 @@ def attention(
         positions if sinks is None else sinks,
         outputs=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         grid=(batch * heads, q_heads // heads),
-        num_warps=4,
+        num_warps=1,
         CHUNKS=chunks,
         CHUNKS_POW2=1 << (chunks - 1).bit_length(),
         SINKS=sinks is not None,

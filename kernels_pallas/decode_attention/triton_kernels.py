@@ -14,11 +14,13 @@ import triton.language as tl
 from kernels_pallas.triton_codes import E4M3_SHIFT, REGISTERS, RESULTS, eight_values, power_of_two, times
 from kernels_pallas.triton_jit import jit
 
-_PLACES = "".join(
-    # Codes p and p + 4 of a word: three bits to 8..6, the sign to 15, in both halves.
-    f"{'shl' if 4 * p <= 6 else 'shr'}.b32 {pair}, $8, {abs(6 - 4 * p)}; and.b32 {pair}, {pair}, 0x01C001C0; "
-    f"shl.b32 t, $8, {12 - 4 * p}; and.b32 t, t, 0x80008000; or.b32 {pair}, {pair}, t; "
-    for p, pair in enumerate("abcd")
+# Codes p and p + 4 of a word: three bits to 8..6, the sign to 15, in both halves. Of the first two in a half a product
+# moves both; those of the last two are shifted.
+_PLACES = (
+    "and.b32 a, $8, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; "
+    "and.b32 b, $8, 0x00F000F0; mul.lo.u32 b, b, 0x0104; and.b32 b, b, 0x81C081C0; "
+    "shr.b32 c, $8, 2; and.b32 c, c, 0x01C001C0; shl.b32 t, $8, 4; and.b32 t, t, 0x80008000; or.b32 c, c, t; "
+    "shr.b32 d, $8, 6; and.b32 d, d, 0x01C001C0; and.b32 t, $8, 0x80008000; or.b32 d, d, t; "
 )
 # A word of 8 codes times prepared scales.
 DECODE_E4M3 = tl.constexpr("{ " + REGISTERS + _PLACES + times("$9") + RESULTS + "}")
@@ -252,22 +254,37 @@ def join_kernel(
     CHUNKS: tl.constexpr, CHUNKS_POW2: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The output of one query head from its chunks."""
+    """The output of one query head from its chunks, a few at a time."""
     sequence_head, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chunk, dim = tl.arange(0, CHUNKS_POW2), tl.arange(0, D)
-    at = (sequence_head * CHUNKS + chunk) * G + query
-    top = tl.load(top_ptr + at, mask=chunk < CHUNKS, other=UNSEEN)
-    total = tl.load(total_ptr + at, mask=chunk < CHUNKS, other=0.0)
+    dim = tl.arange(0, D)
+    first = sequence_head * CHUNKS
+    top, total = chunk_sums(top_ptr, total_ptr, first, query, 0, CHUNKS, CHUNKS_POW2, G)
     largest = tl.max(top, 0)
     if SINKS:
         sink = tl.load(sink_ptr + (sequence_head % HEADS) * QUERIES + query) * LOG2_E
         largest = tl.maximum(largest, sink)
-    share = tl.exp2(top - largest)
-    denominator = tl.sum(share * total, 0)
+    denominator = tl.sum(tl.exp2(top - largest) * total, 0)
     if SINKS:
         denominator += tl.exp2(sink - largest)
-    # A chunk that saw nothing wrote nothing; one that saw only NaN has no largest score, but its sum is NaN.
-    written = (top > UNSEEN) | (total != 0.0)
-    acc = tl.load(acc_ptr + at[:, None] * D + dim[None, :], mask=written[:, None], other=0.0)
-    out = tl.sum(acc * share[:, None], 0) / tl.where(denominator == 0.0, 1.0, denominator)
+    FEW: tl.constexpr = 8 if CHUNKS_POW2 > 8 else CHUNKS_POW2
+    out = tl.zeros((D,), tl.float32)
+    for start in tl.range(0, CHUNKS, FEW):
+        some_top, some_total = chunk_sums(top_ptr, total_ptr, first, query, start, CHUNKS, FEW, G)
+        # A chunk that saw nothing wrote nothing; one that saw only NaN has no largest score, but its sum is NaN.
+        written = (some_top > UNSEEN) | (some_total != 0.0)
+        at = (first + start + tl.arange(0, FEW)) * G + query
+        acc = tl.load(acc_ptr + at[:, None] * D + dim[None, :], mask=written[:, None], other=0.0)
+        out += tl.sum(acc * tl.exp2(some_top - largest)[:, None], 0)
+    out = out / tl.where(denominator == 0.0, 1.0, denominator)
     tl.store(out_ptr + (sequence_head * QUERIES + query) * D + dim, out.to(tl.bfloat16))
+
+
+@jit
+def chunk_sums(
+    top_ptr, total_ptr, first, query, start, CHUNKS: tl.constexpr, COUNT: tl.constexpr, G: tl.constexpr
+):
+    """Largest scores and sums of weights of COUNT chunks from `start`; of none beyond the last."""
+    chunk = start + tl.arange(0, COUNT)
+    at = (first + chunk) * G + query
+    top = tl.load(top_ptr + at, mask=chunk < CHUNKS, other=UNSEEN)
+    return top, tl.load(total_ptr + at, mask=chunk < CHUNKS, other=0.0)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas import triton_bridge
+from kernels_pallas import formats, triton_bridge
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.matmul.reference import row_scale
@@ -79,7 +79,7 @@ def _library(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array) -> Float[Array
     out = jnp.einsum("mk,nk->mn", left, decoded(w)[:n, :k], preferred_element_type=jnp.float32)
     if x_scale is not None:
         out = out * x_scale[:, None]
-    return out * row_scale(w) if w.format.has_row_scale else out
+    return out * formats.row_scale(w.row_exponent)
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -1,5 +1,6 @@
 """Weights tiled for tensor cores: nothing is lost, and every byte of a scale decodes to its value."""
 
+import dataclasses
 import functools
 
 import jax
@@ -40,6 +41,21 @@ def test_widened_scale_bytes_are_the_scales_with_more_exponent():
     np.testing.assert_array_equal(value[1:127], expected[1:127])
     assert wide[0] == 0 and wide[127] == 0xFF
     np.testing.assert_array_equal(np.asarray(_narrow(_widen(byte))), np.asarray(byte))
+
+
+@pytest.mark.parametrize("largest", [100, 128, 129, 200, 253])
+def test_every_e8m0_byte_comes_back(largest):
+    rng = np.random.default_rng(largest)
+    w = packed(MXFP4, 2, 128, 64)
+    scales = rng.integers(0, largest, w.scales.shape, dtype=np.uint8)
+    scales[1, 0, 0], scales[1, 1, 1], scales[1, 2, 2] = largest, 0, 0xFF
+    w = dataclasses.replace(w, scales=jnp.asarray(scales))
+    tiled = tile(w)
+    back = tiled.untile()
+    np.testing.assert_array_equal(np.asarray(back.scales), scales)
+    np.testing.assert_array_equal(np.asarray(back.row_exponent), np.asarray(w.row_exponent))
+    # As a BF16 number's exponent, and times what was taken out, a byte is 2^126 times the scale.
+    assert int(tiled.row_exponent[1]) == 127 + max(largest - 128, 0)
 
 
 @FORMATS

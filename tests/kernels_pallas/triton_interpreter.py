@@ -77,6 +77,11 @@ def _e8m0(byte):
     return np.where(byte.astype(np.int64) >= 0xFF, np.nan, 2.0 ** (byte.astype(np.float64) - 127))
 
 
+def _lowered_e8m0(byte):
+    """2^126 less than the BF16 numbers that have the bytes as exponents."""
+    return np.where(byte == 0, 0.0, _e8m0(byte) * 2.0**-126)
+
+
 def _prepared(scales):
     """BF16 halves 2^119 times E4M3 scales, as `_prepare_e4m3` makes them, to 2^-7 times the scales."""
     return _halves(scales.astype(np.uint32), ml_dtypes.bfloat16)[..., 0].astype(np.float64) * 2.0**-126
@@ -87,13 +92,13 @@ def _twice(values):
     return _word(np.stack([half, half], -1).view(np.uint16))
 
 
-TILED = [(16 * i + s, *(16 * i + b for b in bits)) for s, *bits in tiled._POSITIONS for i in range(2)]
+TILED = [tuple((16 * i + place) % 32 for place in places) for places in tiled._POSITIONS for i in range(2)]
 NATURAL = [tuple(4 * code + bit for bit in (3, 2, 1, 0)) for p in range(4) for code in (p, p + 4)]
 E2M1 = np.asarray(E2M1_VALUES)
 
 INSTRUCTIONS = {
     triton_matmul.DECODE_E4M3.value: _decoded(TILED, _of_two_columns(_widened_e4m3)),
-    triton_matmul.DECODE_E8M0.value: _decoded(TILED, _of_two_columns(_e8m0)),
+    triton_matmul.DECODE_E8M0.value: _decoded(TILED, _of_two_columns(_lowered_e8m0)),
     attention_kernels.DECODE_E4M3.value: _decoded(NATURAL, lambda scales: [_prepared(scales)] * 8),
     attention_kernels.DECODE_E8M0.value: _decoded(NATURAL, lambda scales: [_prepared(scales) * 2.0**126] * 8),
     attention_kernels.PREPARE_E4M3.value: lambda byte: _twice(

@@ -23,6 +23,7 @@ from kernels_pallas.kv_cache import triton as cache_triton
 from kernels_pallas.matmul import reference as matmul_reference
 from kernels_pallas.matmul import triton as matmul_triton
 from kernels_pallas.quantize import reference, triton
+from kernels_pallas.tiled import EXACT_BELOW
 from tests.kernels_pallas.guided import guide_of, noisy
 from tests.kernels_pallas.strategies import TIES
 from tests.kernels_pallas.triton_interpreter import differences
@@ -145,21 +146,25 @@ def matmul_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator
             yield mode, matmul_triton.matmul(x, w, mode=mode), expected
         # Every scale byte of a finite block, beside every code but -0.
         least, most = format.scale_range
-        codes = rng.integers(0, 16, (256, most - least + 1))
-        scales = np.broadcast_to(np.arange(least, most + 1), (256 // format.block, most - least + 1))
-        codes = Fp4Codes(
-            codes=jnp.asarray(np.where(codes == 8, 7, codes).T, jnp.uint8),
-            scales=jnp.asarray(scales.T, jnp.uint8),
-            row_exponent=jnp.full((1,), 127, jnp.uint8),
-            format=format,
-        )
-        w = Fp4Array.from_codes(codes, -2)
-        one = jnp.eye(256, dtype=jnp.bfloat16)
-        yield (
-            "scale bytes",
-            matmul_triton.matmul(one, w, mode="fast"),
-            matmul_reference.matmul(one, w, mode="fast"),
-        )
+        ranges = [(least, most)]
+        if format is MXFP4:  # see `tiled`
+            ranges = [(least, 128), (most - EXACT_BELOW, most)]
+        for least, most in ranges:
+            codes = rng.integers(0, 16, (256, most - least + 1))
+            scales = np.broadcast_to(np.arange(least, most + 1), (256 // format.block, most - least + 1))
+            codes = Fp4Codes(
+                codes=jnp.asarray(np.where(codes == 8, 7, codes).T, jnp.uint8),
+                scales=jnp.asarray(scales.T, jnp.uint8),
+                row_exponent=jnp.full((1,), 127, jnp.uint8),
+                format=format,
+            )
+            w = Fp4Array.from_codes(codes, -2)
+            one = jnp.eye(256, dtype=jnp.bfloat16)
+            yield (
+                f"scale bytes {least} to {most}",
+                matmul_triton.matmul(one, w, mode="fast"),
+                matmul_reference.matmul(one, w, mode="fast"),
+            )
 
 
 def attention_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator[Case]:

@@ -1,13 +1,15 @@
 """Compiles a decode chunk of a small FP4 model for a real TPU, without one, and prints what is as large as a layer.
 
-    python -m tests.trace_jax.rollout.decode_hlo
+    python -m tests.trace_jax.rollout.decode_hlo [--here]
 
-prints JSON: `least`, the bytes of the smallest packed array of one layer, experts or cache; `kernels`, how often the
-decode loop calls each; `large`, every instruction that leaves an array of at least `least` bytes (operation and
-shape), but for what names, groups or passes on other arrays, and for kernels that write the cache in place; apart those
-outside all loops. Needs libtpu (`pip install .[tpu]`) and a process of its own.
+With `--here` for this machine's own accelerator, such as a GPU. Prints JSON: `least`, the bytes of the smallest packed
+array of one layer, experts or cache; `kernels`, how often the decode loop calls each; `large`, every instruction that
+leaves an array of at least `least` bytes (operation and shape), but for what names, groups or passes on other arrays,
+and for kernels that write the cache in place; apart those outside all loops. Needs libtpu (`pip install .[tpu]`) and a
+process of its own.
 """
 
+import argparse
 import json
 import math
 import os
@@ -55,7 +57,7 @@ def instructions(hlo: str) -> Iterator[Instruction]:
                 yield Instruction(computation, found.group(2), names, max(sizes, default=0), line)
 
 
-def compiled() -> tuple[str, int]:
+def compiled(here: bool) -> tuple[str, int]:
     """The optimised HLO of `Sampler._decode`, and the bytes of the smallest packed array of a layer."""
     import jax
     import jax.numpy as jnp
@@ -64,9 +66,10 @@ def compiled() -> tuple[str, int]:
 
     from kernels_pallas.arrays import Fp4Array
     from kernels_pallas.target import Target, target
+    from kernels_pallas.tiled import TiledFp4Array
     from trace_jax.guidance import GuidanceSpec
     from trace_jax.models import ModelConfig, abstract
-    from trace_jax.quant import QuantPlan, rollout_weights
+    from trace_jax.quant import QuantPlan, arranged_for_kernels, rollout_weights
     from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
 
     model, plan = ModelConfig(**MODEL), QuantPlan()
@@ -81,21 +84,24 @@ def compiled() -> tuple[str, int]:
     )
     tokens = jax.ShapeDtypeStruct((PROMPTS, PROMPT_LENGTH), jnp.int32)
     lengths = jax.ShapeDtypeStruct((PROMPTS,), jnp.int32)
-    params = jax.eval_shape(lambda masters: rollout_weights(masters, plan, model.dtype), masters)
+    params = jax.eval_shape(
+        lambda masters: arranged_for_kernels(rollout_weights(masters, plan, model.dtype)), masters
+    )
     state = jax.eval_shape(sampler._prefill, params, tokens, lengths)[0]
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), PROMPTS * GROUP))
-    device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
-    place = SingleDeviceSharding(device)
-    arguments = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (params, state, keys)
-    )
-    with target(Target(generation=5)):
-        lowered = Sampler._decode.trace(sampler, *arguments).lower(lowering_platforms=("tpu",))
-    packed = [
-        a
-        for a in jax.tree.leaves((params, state.cache), is_leaf=lambda a: isinstance(a, Fp4Array))
-        if isinstance(a, Fp4Array)
-    ]
+    if here:
+        lowered = Sampler._decode.trace(sampler, params, state, keys).lower()
+    else:
+        device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+        place = SingleDeviceSharding(device)
+        arguments = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (params, state, keys)
+        )
+        with target(Target(generation=5)):
+            lowered = Sampler._decode.trace(sampler, *arguments).lower(lowering_platforms=("tpu",))
+    kinds = (Fp4Array, TiledFp4Array)
+    leaves = jax.tree.leaves((params, state.cache), is_leaf=lambda a: isinstance(a, kinds))
+    packed = [a for a in leaves if isinstance(a, kinds)]
     arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [
         state.cache["attention"].k.row_exponent
     ]
@@ -107,9 +113,13 @@ def report(hlo: str, least: int) -> dict:
     """See the module."""
     found = {"least": least, "kernels": {}, "large": [], "large_outside_loops": []}
     for i in instructions(hlo):
-        kernel = re.search(r'op_name="[^"]*/(\w+)/pallas_call"', i.line)
+        # Triton's calls are nameless.
+        kernel = re.search(
+            r'op_name="[^"]*/(\w+)/pallas_call"|custom_call_target="(triton)_kernel_call"', i.line
+        )
         if i.operation == "custom-call" and kernel:
-            found["kernels"][kernel.group(1)] = found["kernels"].get(kernel.group(1), 0) + 1
+            name = kernel.group(1) or kernel.group(2)
+            found["kernels"][name] = found["kernels"].get(name, 0) + 1
             if "output_to_operand_aliasing" in i.line:
                 continue
         if i.bytes >= least and i.operation not in PASSED_ON:
@@ -119,8 +129,12 @@ def report(hlo: str, least: int) -> dict:
 
 
 def main() -> None:
-    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    print(json.dumps(report(*compiled())))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--here", action="store_true", help="compile for this machine's accelerator")
+    here = parser.parse_args().here
+    if not here:
+        os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    print(json.dumps(report(*compiled(here))))
 
 
 if __name__ == "__main__":
