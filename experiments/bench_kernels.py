@@ -25,25 +25,27 @@ from experiments.prefill_cases import prefill_cases
 from trace_jax.runs import describe_environment
 
 FEW, MANY, REPEATS = 2, 14, 11
+MOST = 2.0  # times a copy's bandwidth, that an op may reach by what its inputs have in a cache
 GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
 
 
-def many(run: Run, count: int, carried: bool) -> Run:
-    """A program of `count` calls, one after the other: the last one's result.
+def many(run: Run, carried: bool) -> Run:
+    """A program of as many calls as it is given first arguments, one after the other: the last one's result.
 
-    One array goes in and one result comes out, however many calls there are: handing over another one takes the host
-    some ten microseconds. `carried`: a call's result is the next one's first argument, whose buffer it may take.
+    Every call has a first argument of its own, without which XLA makes one call of all, and only one result leaves the
+    program: a further one takes the host microseconds. `carried`: a call's result is the next one's first argument,
+    whose buffer it may take.
     """
 
-    def calls(first: Any, *rest: Any) -> Any:
+    def calls(firsts: list[Any], *rest: Any) -> Any:
         result = None
-        for _ in range(count):
+        for first in firsts:
             if carried:
-                first = result = run(first, *rest)
-            else:
-                if result is not None:  # XLA would make one call of equal ones
-                    first, _ = jax.lax.optimization_barrier((first, result))
-                result = run(first, *rest)
+                result = run(first if result is None else result, *rest)
+                continue
+            if result is not None:  # XLA would merge products with the same weights into one
+                first, _ = jax.lax.optimization_barrier((first, result))
+            result = run(first, *rest)
         return result
 
     return jax.jit(calls, donate_argnums=0 if carried else ())
@@ -53,18 +55,21 @@ class Program:
     """One op, called `FEW` and `MANY` times in a program: what `MANY` takes longer is time of the device alone."""
 
     def __init__(self, run: Run, arguments: tuple[Any, ...], carried: bool = False):
-        self.first, *self.rest = arguments
+        first, *self.rest = arguments
         self.carried = carried
-        self.runs = {count: many(run, count, carried) for count in (FEW, MANY)}
-        for count in self.runs:
+        self.firsts = [first] * MANY if carried else [jax.tree.map(jnp.copy, first) for _ in range(MANY)]
+        self.run = many(run, carried)
+        for count in (FEW, MANY):
             self.seconds(count)
 
     def seconds(self, count: int) -> float:
+        # Of what is carried only the first is read; the others are there to be counted.
+        firsts = [self.firsts[0], *[None] * (count - 1)] if self.carried else self.firsts[:count]
         start = time.perf_counter()
-        result = jax.block_until_ready(self.runs[count](self.first, *self.rest))
+        result = jax.block_until_ready(self.run(firsts, *self.rest))
         elapsed = time.perf_counter() - start
         if self.carried:
-            self.first = result
+            self.firsts = [result] * MANY
         return elapsed
 
     def sample(self) -> float:
@@ -99,6 +104,11 @@ def measure(case: Case, bandwidth: float) -> dict[str, Any]:
         except Exception as error:  # a baseline that this machine lacks is shown as such
             row.setdefault("without", {})[name] = str(error).splitlines()[0][:200]
     times = timed(programs)
+    floor = case.bytes / (MOST * bandwidth) if case.bytes else 0.0
+    if min(times.values()) <= 0 or times["ours"] < floor:
+        raise RuntimeError(
+            f"{case.op} {case.shape} took {times} us, less than its {case.bytes} bytes can: the compiler dropped calls."
+        )
     row["us"] = {name: round(us, 1) for name, us in times.items()}
     if case.bytes:
         row["bandwidth_share"] = round(case.bytes / times["ours"] / bandwidth, 3)

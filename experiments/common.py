@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hydra
 import jax
@@ -22,8 +23,9 @@ from trace_jax.models import GgufError, ModelConfig
 from trace_jax.parallel import MeshConfig
 from trace_jax.quant import PlanError
 from trace_jax.rl import MethodConfig, NonFiniteError, OptimizerConfig, RLConfig
+from trace_jax.rl.run import with_vocabulary
 from trace_jax.rl.supervised import SupervisedConfig
-from trace_jax.runs import CheckpointError, MetricsError, RunFolderError
+from trace_jax.runs import CheckpointError, MetricsError, RunFolder, RunFolderError
 from trace_jax.tasks import TaskConfig, TaskError
 
 CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
@@ -88,6 +90,17 @@ def enable_compilation_cache(root: str) -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(root).absolute() / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def run_model(folder: str) -> tuple[ModelConfig, TaskConfig, dict[str, Any]]:
+    """Model, with its task's vocabulary, task, and the whole stored config of a run or a warm start.
+
+    Raises:
+        RunFolderError: there is no run in `folder`.
+    """
+    stored = RunFolder(Path(folder)).config()
+    task = from_mapping(TaskConfig, stored["task"])
+    return with_vocabulary(from_mapping(ModelConfig, stored["model"]), task), task, stored
 
 
 def method_config(name: str) -> MethodConfig:

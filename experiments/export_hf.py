@@ -15,15 +15,14 @@ import jax
 from flax import nnx
 from omegaconf import DictConfig
 
-from experiments.common import CONFIGS, script
+from experiments.common import CONFIGS, run_model, script
 from trace_jax.config import ConfigError, from_mapping
 from trace_jax.hf import LAYOUTS, export_bf16, export_mxfp4, export_nvfp4, is_hf_folder, load_model
 from trace_jax.models import ModelConfig
 from trace_jax.quant import DOWN_INPUT, EXPERT_INPUT, QuantPlan, rollout_weights
 from trace_jax.rl import MethodConfig
-from trace_jax.rl.run import load_params, with_vocabulary
+from trace_jax.rl.run import SMOLLM2, load_params
 from trace_jax.runs import RunFolder
-from trace_jax.tasks import TaskConfig
 
 MXFP4 = "mxfp4"
 FORMATS = ("bf16", *sorted(LAYOUTS), MXFP4)
@@ -75,9 +74,7 @@ def read_masters(config: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPla
     if config.checkpoint is not None:
         loaded = load_model(config.checkpoint)
         return loaded.config, loaded.params, default
-    stored = RunFolder(Path(config.run)).config()
-    model, task = from_mapping(ModelConfig, stored["model"]), from_mapping(TaskConfig, stored["task"])
-    model = with_vocabulary(model, task)
+    model, _, stored = run_model(config.run)
     plan = None
     if "method" in stored:
         plan = from_mapping(MethodConfig, stored["method"]).rollout_plan()
@@ -85,11 +82,22 @@ def read_masters(config: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPla
 
 
 def source_of(config: ExportConfig) -> str | None:
-    """The Hugging Face folder whose tokenizer and further keys of `config.json` go with the export, if there is one."""
+    """The Hugging Face folder whose tokenizer and further keys of `config.json` go with the export, if there is one.
+
+    Raises:
+        ConfigError: the run began from a folder that is not there any more.
+    """
     if config.checkpoint is not None:
         return config.checkpoint
-    start = RunFolder(Path(config.run)).config().get("init_from")
-    return start if is_hf_folder(start) else None
+    start = config.run
+    while start is not None and start != SMOLLM2 and not is_hf_folder(start):
+        if not Path(start).exists():
+            raise ConfigError(
+                f"run={config.run} began from {start}, which is not there any more; a tokenizer and the keys of its "
+                "config.json may belong into the export: put it back."
+            )
+        start = RunFolder(Path(start)).config().get("init_from")
+    return None if start == SMOLLM2 else start
 
 
 def export(config: ExportConfig) -> None:

@@ -3,16 +3,20 @@
     python -m experiments.generate model=smollm2_moe init_from=smollm2 tokenizer=smollm2 'prompt="Why is the sky blue?"'
     python -m experiments.generate model=qwen3_30b_a3b sequences=64 prompt_tokens=512 max_new_tokens=256
 
-Without `init_from` the weights are random, and without `prompt` so are the prompts. Prints one JSON object: bytes of
-the weights and of the cache per token at this precision and in BF16, the device's peak, seconds and tokens a second
-of the second generation (the first compiles), and the texts where there is a tokenizer.
+Without `init_from` the weights are random, and without `prompt` so are the prompts. An FP4 checkpoint of this precision
+is rolled out as it is. Prints one JSON object: bytes of the weights and of the cache per token at this precision and in
+BF16, the device's peak, seconds and tokens a second of the second generation (the first compiles), and the texts where
+there is a tokenizer.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import hydra
 import jax
@@ -20,23 +24,26 @@ import numpy as np
 from flax import nnx
 from omegaconf import DictConfig
 
-from experiments.common import CONFIGS, enable_compilation_cache, script
+from experiments.common import CONFIGS, enable_compilation_cache, run_model, script
 from trace_jax.config import ConfigError, check_range, from_mapping
-from trace_jax.data import HfTokenizer, decode_response, encode_text, load_tokenizer
-from trace_jax.hf import is_hf_folder, read_model_config
+from trace_jax.data import HfTokenizer, Tokenizer, decode_response, encode_text, load_tokenizer
+from trace_jax.hf import is_hf_folder, load_model, load_quantized, read_model_config
+from trace_jax.hf.layouts import layout_of
 from trace_jax.models import ModelConfig, abstract, init_cache, run_like
 from trace_jax.quant import QuantPlan, rollout_weights
-from trace_jax.rl.run import load_params
+from trace_jax.rl.run import SMOLLM2, load_params
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, random_rollout_weights
+from trace_jax.tasks import make_task
 
 PRECISIONS = ("bf16", "nvfp4", "mxfp4")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """`init_from`: a run, a Hugging Face folder (then also the model), or `smollm2`; None is random weights.
+    """`init_from`: a run or a Hugging Face folder, which also say what the model is, or `smollm2`; None: random ones.
 
-    `prompt` is put into the tokenizer's chat template if it has one. Sizes in tokens; `temperature` 0 is greedy.
+    `tokenizer`: None is the checkpoint's own. `prompt` is put into its chat template if it has one; else there are
+    random prompts of `prompt_tokens`. Sizes in tokens; `temperature` 0 is greedy.
     """
 
     model: ModelConfig
@@ -56,8 +63,6 @@ class GenerateConfig:
             raise ConfigError(f"precision is {self.precision!r}; expected one of {PRECISIONS}.")
         check_range("", self, "sequences", "prompt_tokens", "max_new_tokens", at_least=1)
         check_range("", self, "temperature", "seed", at_least=0)
-        if self.prompt is not None and self.tokenizer is None:
-            raise ConfigError("a prompt needs a tokenizer: bytes, smollm2 or a folder with a tokenizer.json.")
 
     @property
     def plan(self) -> QuantPlan | None:
@@ -69,12 +74,69 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def weights_of(generate: GenerateConfig, model: ModelConfig) -> nnx.State:
-    """The rollout's parameters."""
-    if generate.init_from is None:
-        return random_rollout_weights(model, generate.plan, jax.random.key(generate.seed))
-    masters = load_params(generate.init_from, model)
-    return jax.jit(rollout_weights, static_argnums=(1, 2))(masters, generate.plan, model.dtype)
+class Start(NamedTuple):
+    """What `init_from` is: the model, its tokenizer, and the parameters as a rollout holds them, when called."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    weights: Callable[[], nnx.State]
+
+
+def start_of(generate: GenerateConfig) -> Start:
+    """Reads everything but the weights.
+
+    Raises:
+        ConfigError: no vocabulary is known, or the tokenizer has ids that the model has not.
+    """
+    folder, model, own, plan = generate.init_from, generate.model, None, generate.plan
+    if folder is None:
+        weights = functools.partial(random_rollout_weights, plan=plan, key=jax.random.key(generate.seed))
+    elif folder == SMOLLM2:
+        own, weights = (
+            SMOLLM2,
+            functools.partial(_packed, lambda model: load_params(folder, model), plan=plan),
+        )
+    elif is_hf_folder(folder):
+        hf_config, _, found = read_model_config(folder)
+        model = run_like(found, model)
+        own = folder if (Path(folder) / "tokenizer.json").is_file() else None
+        if hf_config.get("quantization_config") and layout_of(hf_config, folder).format == (
+            plan and plan.fp4
+        ):
+            weights = functools.partial(_stored, folder)
+        else:  # what is packed is rounded to BF16 first
+            weights = functools.partial(
+                _packed, lambda _: load_model(folder, dtype="bfloat16").params, plan=plan
+            )
+    else:
+        model, task, _ = run_model(folder)
+        own = make_task(task).tokenizer
+        weights = functools.partial(_packed, lambda model: load_params(folder, model), plan=plan)
+    tokenizer = own if generate.tokenizer is None else generate.tokenizer
+    if isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer)
+    if model.vocab_size == 0 and tokenizer is not None:
+        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    if model.vocab_size == 0:
+        raise ConfigError("model.vocab_size is 0 and there is no tokenizer; set one of them, or init_from.")
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"tokenizer={generate.tokenizer} has {tokenizer.vocab_size} ids, the model {model.vocab_size}; expected "
+            "the checkpoint's own."
+        )
+    if generate.prompt is not None and tokenizer is None:
+        raise ConfigError("a prompt needs a tokenizer: bytes, smollm2 or a folder with a tokenizer.json.")
+    return Start(model, tokenizer, functools.partial(weights, model))
+
+
+def _packed(
+    load: Callable[[ModelConfig], nnx.State], model: ModelConfig, plan: QuantPlan | None
+) -> nnx.State:
+    return jax.jit(rollout_weights, static_argnums=(1, 2))(load(model), plan, model.dtype)
+
+
+def _stored(folder: str, model: ModelConfig) -> nnx.State:
+    return load_quantized(folder).rollout
 
 
 def memory(model: ModelConfig, plan: QuantPlan | None) -> dict[str, float]:
@@ -108,14 +170,9 @@ def prompts_of(generate: GenerateConfig, model: ModelConfig, tokenizer) -> list[
 
 def measure(generate: GenerateConfig) -> dict[str, Any]:
     """Generates twice; see the module."""
-    model = generate.model
-    if is_hf_folder(generate.init_from):
-        model = run_like(read_model_config(generate.init_from)[2], model)
-    tokenizer = None if generate.tokenizer is None else load_tokenizer(generate.tokenizer)
-    if tokenizer is not None and model.vocab_size == 0:
-        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    model, tokenizer, weights = start_of(generate)
     prompts = prompts_of(generate, model, tokenizer)
-    params = weights_of(generate, model)
+    params = weights()
     sampler = Sampler(
         abstract(model)[0],
         model,

@@ -32,6 +32,7 @@ HYDRA = {
     "evaluate": ("experiments.evaluate", "EvaluateConfig"),
     "ageing": ("experiments.ageing", "AgeingConfig"),
     "generate": ("experiments.generate", "GenerateConfig"),
+    "likelihood": ("experiments.likelihood", "LikelihoodConfig"),
     "export_hf": ("experiments.export_hf", "ExportConfig"),
 }
 

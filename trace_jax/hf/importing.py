@@ -57,7 +57,7 @@ def load_model(
     Args:
         path: folder with `config.json` and `model.safetensors`, or shards and their index.
         mesh: devices; None is the first device.
-        dtype: of the parameters; FP32 for masters.
+        dtype: of the parameters, but for those that rollouts keep in FP32; FP32 for masters.
 
     MXFP4 checkpoints of gpt-oss, which have no other original, are dequantized on the way, block by block.
 
@@ -80,7 +80,8 @@ def load_model(
         else:
             mapping = mapping_of(config, folder.names)
         check_tensors(folder, mapping, lambda name: name.startswith(family.ignored(config)))
-        arrays = load_arrays(folder, mapping, shapes, shardings, dict.fromkeys(shapes, jnp.dtype(dtype)))
+        dtypes = {param: jnp.dtype("float32" if is_kept_wide(param) else dtype) for param in shapes}
+        arrays = load_arrays(folder, mapping, shapes, shardings, dtypes)
     return Imported(hf_config, family, config, to_state(abstract(config)[1], arrays))
 
 

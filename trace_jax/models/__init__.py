@@ -12,14 +12,12 @@ from trace_jax.models.transformer import (
     logical_axes,
     parameter_count,
 )
-from trace_jax.models.upcycle import UpcycleConfig
 
 __all__ = [
     "ForwardOutput",
     "GgufError",
     "ModelConfig",
     "Transformer",
-    "UpcycleConfig",
     "abstract",
     "check_same_model",
     "create",

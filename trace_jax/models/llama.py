@@ -9,16 +9,15 @@ from flax import nnx
 from trace_jax.models.config import ModelConfig, check_same_model
 from trace_jax.models.gguf import read_llama
 from trace_jax.models.transformer import abstract
-from trace_jax.models.upcycle import UpcycleConfig, upcycle
+from trace_jax.models.upcycle import upcycle
 
 
-def load_llama(path: str | os.PathLike, model: ModelConfig, config: UpcycleConfig | None = None) -> nnx.State:
+def load_llama(path: str | os.PathLike, model: ModelConfig) -> nnx.State:
     """FP32 masters of a GGUF file's dense model, upcycled where `model` has experts.
 
     Args:
       path: a GGUF file of architecture `llama`.
       model: the checkpoint's own config, or its MoE: of family `llama_moe`, with experts in every layer.
-      config: of the upcycling.
 
     Raises:
       GgufError, FileNotFoundError: see `read_llama`.
@@ -26,7 +25,7 @@ def load_llama(path: str | os.PathLike, model: ModelConfig, config: UpcycleConfi
     """
     found, parameters = read_llama(path)
     if model.layers_of("moe"):
-        parameters = upcycle(parameters, model, config or UpcycleConfig())
+        parameters = upcycle(parameters, model)
         found = dataclasses.replace(
             found,
             family="llama_moe",

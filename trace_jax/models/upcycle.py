@@ -11,42 +11,24 @@ Why the experts come to differ: shards hold different neurons, so the router has
 copies see different tokens. Shards are runs of neighbouring neurons: FP4 blocks of `down` are those of the dense model.
 
 Copies are equal at first, so it does not matter which of them a token takes, and routes that rollout and trainer choose
-differently cost nothing until training has moved the copies apart. `noise` does that at once, but moves the function.
+differently cost nothing until training has moved the copies apart.
 """
-
-import dataclasses
 
 import numpy as np
 
-from trace_jax.config import ConfigError, check_range
+from trace_jax.config import ConfigError
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.gguf import Parameters
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpcycleConfig:
-    """What the sizes of the model do not say.
-
-    Attributes:
-      noise: standard deviation of what is added to every weight of an expert, as a share of the standard deviation of
-        the layer's experts; 0 keeps the function.
-      seed: of the router and the noise.
-    """
-
-    noise: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        check_range("upcycle", self, "noise", "seed", at_least=0)
+ROUTER_SEED = 0
 
 
-def upcycle(dense: Parameters, model: ModelConfig, config: UpcycleConfig) -> Parameters:
+def upcycle(dense: Parameters, model: ModelConfig) -> Parameters:
     """The MoE's parameters: those of the dense model with `moe` in the place of `dense`.
 
     Args:
       dense: parameters by path, with `dense` (`norm` `[L, D]`, `gate_up` `[L, D, 2F]`, `down` `[L, F, D]`).
       model: the MoE; E experts of f neurons, k for each token. k = F / f costs what the MLP did.
-      config: noise and seed.
 
     Returns:
       The same arrays, not copied, but for `dense`, and `moe`: `norm` `[L, D]`, `router` `[L, D, E]`, `gate_up`
@@ -71,13 +53,13 @@ def upcycle(dense: Parameters, model: ModelConfig, config: UpcycleConfig) -> Par
     gate_up = gate_up.reshape(layers, shards, hidden, 2 * width)
     down = down.reshape(layers, shards, width, hidden) * np.float32(shards)
 
-    rng = np.random.default_rng(config.seed)
+    rng = np.random.default_rng(ROUTER_SEED)
     router = rng.standard_normal((layers, hidden, copies), np.float32) * np.float32(hidden**-0.5)
     moe = {
         ("moe", "norm"): dense["dense", "norm"],
         ("moe", "router"): np.repeat(router, shards, axis=-1),
-        ("moe", "gate_up"): _noisy(np.tile(gate_up, (1, copies, 1, 1)), config.noise, rng),
-        ("moe", "down"): _noisy(np.tile(down, (1, copies, 1, 1)), config.noise, rng),
+        ("moe", "gate_up"): np.tile(gate_up, (1, copies, 1, 1)),
+        ("moe", "down"): np.tile(down, (1, copies, 1, 1)),
     }
     return {path: array for path, array in dense.items() if path[0] != "dense"} | moe
 
@@ -98,11 +80,3 @@ def _check_experts(model: ModelConfig, shards: int) -> None:
         raise ConfigError(
             f"model.router is {model.router}; expected a softmax over the chosen experts, whose gates sum to one."
         )
-
-
-def _noisy(experts: np.ndarray, noise: float, rng: np.random.Generator) -> np.ndarray:
-    """Adds noise to `[L, E, ...]` in place, layer by layer: the noise of all at once would double the memory."""
-    if noise:
-        for layer in experts:
-            layer += rng.standard_normal(layer.shape, np.float32) * np.float32(noise * layer.std())
-    return experts
