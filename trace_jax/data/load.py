@@ -3,9 +3,9 @@
 import functools
 from pathlib import Path
 
-from trace_jax.data.hf_tokenizer import HfTokenizer, TokenizerError
+from trace_jax.data.hf_tokenizer import HfTokenizer
 from trace_jax.data.smollm2 import smollm2_tokenizer
-from trace_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from trace_jax.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
 
 
 @functools.cache

@@ -239,7 +239,7 @@ def _evaluator(
         task,
         precision=precision,
         sampling=SamplingConfig(
-            temperature=temperature, max_new_tokens=max_new_tokens, stop_tokens=(task.tokenizer.eos_id,)
+            temperature=temperature, max_new_tokens=max_new_tokens, stop_tokens=task.tokenizer.eos_ids
         ),
         prompt_length=task_config.max_prompt_tokens,
     )
