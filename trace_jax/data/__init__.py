@@ -2,7 +2,7 @@
 
 from trace_jax.data.hf_tokenizer import HfTokenizer
 from trace_jax.data.jsonl import JsonlSource, Row
-from trace_jax.data.load import load_tokenizer
+from trace_jax.data.load import check_own_tokenizer, load_tokenizer
 from trace_jax.data.pipeline import encode_prompt, encode_text, prompt_iterator, sft_iterator
 from trace_jax.data.problem import DataError, Problem, ProblemSource
 from trace_jax.data.smollm2 import smollm2_file, smollm2_tokenizer
@@ -19,6 +19,7 @@ __all__ = [
     "Row",
     "Tokenizer",
     "TokenizerError",
+    "check_own_tokenizer",
     "decode_response",
     "encode_prompt",
     "encode_text",
