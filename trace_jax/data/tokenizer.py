@@ -7,17 +7,23 @@ PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 _FIRST = 3
 
 
+class TokenizerError(ValueError):
+    """A tokenizer or chat template that cannot be used; the message names the file, the token or the variable."""
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """What the pipelines and the rollout need of a tokenizer; ids are in [0, vocab_size).
 
-    `bos_id` begins every sequence; None for models that are trained without such a token.
+    `bos_id` begins every sequence; None for models that are trained without such a token. `eos_id` ends the answers
+    that a model is trained on, and any of `eos_ids`, which has it, ends a response.
     """
 
     vocab_size: int
     pad_id: int
     bos_id: int | None
     eos_id: int
+    eos_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens."""
@@ -36,7 +42,7 @@ def decode_response(tokenizer: Tokenizer, ids: Iterable[SupportsIndex]) -> str:
     parts: list[str] = []
     known: list[int] = []
     for id_ in map(int, ids):
-        if id_ == tokenizer.eos_id:
+        if id_ in tokenizer.eos_ids:
             break
         if id_ < tokenizer.vocab_size:
             known.append(id_)
@@ -49,7 +55,7 @@ def decode_response(tokenizer: Tokenizer, ids: Iterable[SupportsIndex]) -> str:
 class CharTokenizer:
     """One token per character of a fixed alphabet; ids 0, 1, 2 are padding, begin and end."""
 
-    pad_id, bos_id, eos_id = PAD_ID, BOS_ID, EOS_ID
+    pad_id, bos_id, eos_id, eos_ids = PAD_ID, BOS_ID, EOS_ID, (EOS_ID,)
 
     def __init__(self, alphabet: str):
         repeated = sorted({char for char in alphabet if alphabet.count(char) > 1})
@@ -80,7 +86,7 @@ class CharTokenizer:
 class ByteTokenizer:
     """One token per UTF-8 byte, so any text has one; ids 0, 1, 2 are padding, begin and end."""
 
-    pad_id, bos_id, eos_id = PAD_ID, BOS_ID, EOS_ID
+    pad_id, bos_id, eos_id, eos_ids = PAD_ID, BOS_ID, EOS_ID, (EOS_ID,)
     vocab_size = _FIRST + 256
 
     def encode(self, text: str) -> list[int]:

@@ -69,7 +69,7 @@ class Loop:
         sampling = SamplingConfig(
             temperature=config.temperature,
             max_new_tokens=config.max_new_tokens,
-            stop_tokens=(task.tokenizer.eos_id,),
+            stop_tokens=task.tokenizer.eos_ids,
         )
         sampling.check_for_training()
         self.sampler = Sampler(

@@ -12,7 +12,7 @@ from flax import nnx
 
 from trace_jax.alignment.summary import Run
 from trace_jax.config import ConfigError, check_range, from_mapping, to_mapping
-from trace_jax.data import encode_prompt, prompt_iterator, smollm2_file
+from trace_jax.data import check_own_tokenizer, encode_prompt, prompt_iterator, smollm2_file
 from trace_jax.hf import is_hf_folder, load_model, read_model_config
 from trace_jax.models import (
     ModelConfig,
@@ -82,16 +82,9 @@ def with_checkpoint(config: RunConfig) -> RunConfig:
 
     Raises:
         CheckpointFormatError: a `config.json` that is not of a known family, or not honoured.
-        ConfigError: the weights come with a tokenizer that the task does not use.
+        ConfigError: the weights come with a tokenizer, and the task uses another.
     """
-    has_tokenizer = config.init_from == SMOLLM2 or (
-        config.init_from is not None and (Path(config.init_from) / "tokenizer.json").is_file()
-    )
-    if has_tokenizer and config.task.tokenizer is None:
-        raise ConfigError(
-            f"init_from={config.init_from} has a tokenizer of its own, but task.tokenizer is not set: the model would "
-            f"read the task's ids as other words. Set task.tokenizer={config.init_from}."
-        )
+    check_own_tokenizer(config.init_from, config.task.tokenizer, key="task.tokenizer")
     if not is_hf_folder(config.init_from):
         return config
     return dataclasses.replace(config, model=run_like(read_model_config(config.init_from)[2], config.model))
@@ -239,7 +232,7 @@ def _evaluator(
         task,
         precision=precision,
         sampling=SamplingConfig(
-            temperature=temperature, max_new_tokens=max_new_tokens, stop_tokens=(task.tokenizer.eos_id,)
+            temperature=temperature, max_new_tokens=max_new_tokens, stop_tokens=task.tokenizer.eos_ids
         ),
         prompt_length=task_config.max_prompt_tokens,
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+from typing import Any
 
 from trace_jax.data import HfTokenizer, Problem
 from trace_jax.tasks.base import Task, TaskError
@@ -14,10 +15,12 @@ class ChatConfig:
     Attributes:
       system: the system message; None leaves it to the template.
       date: the day, YYYY-MM-DD, for templates that print one. Fixed, so that prompts do not change from day to day.
+      variables: what else the template takes, such as `{"enable_thinking": false}`.
     """
 
     system: str | None = None
     date: str = "2025-01-01"
+    variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         datetime.date.fromisoformat(self.date)  # its ValueError names the text
@@ -42,15 +45,21 @@ class ChatTask:
         self._task = task
         self._system = [] if config.system is None else [{"role": "system", "content": config.system}]
         self._date = datetime.date.fromisoformat(config.date)
+        self._variables = config.variables
 
     def __len__(self) -> int:
         return len(self._task)
 
     def sample(self, index: int) -> Problem:
-        """The task's problem, its prompt up to where the assistant answers."""
+        """The task's problem, its prompt up to where the assistant answers.
+
+        Raises:
+          TokenizerError: the template refuses the conversation, or takes no such variable.
+        """
         problem = self._task.sample(index)
         messages = [*self._system, {"role": "user", "content": problem.prompt}]
-        return dataclasses.replace(problem, prompt=self.tokenizer.chat(messages, date=self._date))
+        prompt = self.tokenizer.chat(messages, date=self._date, variables=self._variables)
+        return dataclasses.replace(problem, prompt=prompt)
 
     def score(self, completion: str, problem: Problem) -> float:
         return self._task.score(completion, problem)

@@ -1,13 +1,19 @@
 """Tokenizers read from a folder: ids, special tokens, chat templates, and what is refused."""
 
-import datetime
 import json
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from trace_jax.data import HfTokenizer, Tokenizer, TokenizerError, load_tokenizer
+from trace_jax.data import (
+    HfTokenizer,
+    Tokenizer,
+    TokenizerError,
+    decode_response,
+    encode_text,
+    load_tokenizer,
+)
 
 SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>"]
 TEMPLATE = (
@@ -59,6 +65,125 @@ def test_the_begin_token_is_the_one_that_texts_begin_with(save):
     assert HfTokenizer.from_folder(save(begins=False)).bos_id is None
     assert HfTokenizer.from_folder(save(begins=True, add_bos_token=False)).bos_id is None
     assert HfTokenizer.from_folder(save(begins=False, add_bos_token=True)).bos_id == 1
+    with pytest.raises(TokenizerError, match="the tokenizer has no bos_token"):
+        HfTokenizer.from_folder(save(bos_token=None, add_bos_token=True))
+
+
+@pytest.mark.parametrize(
+    ("begins", "config"),
+    [(True, {}), (False, {}), (True, {"add_bos_token": False}), (False, {"add_bos_token": True})],
+)
+def test_templates_write_the_begin_token_once(save, begins, config):
+    tokenizer = HfTokenizer.from_folder(save(begins=begins, chat_template=TEMPLATE, **config))
+    text = tokenizer.chat(MESSAGES)
+    assert text == "<s><|user|>Hi</s><|user|>"
+    assert encode_text(tokenizer, text)[:2] == [1, 3]
+    begin = [] if tokenizer.bos_id is None else [1]
+    assert encode_text(tokenizer, "Hi") == [*begin, *tokenizer.encode("Hi")]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda library: library.enable_truncation(8),
+        lambda library: library.enable_padding(length=20, pad_id=0),
+    ],
+)
+def test_saved_truncation_and_padding_are_not_applied(save, setting):
+    folder = save(begins=False)
+    expected = HfTokenizer.from_folder(folder).encode("Hello, world!")
+    library = library_tokenizer(begins=False)
+    setting(library)
+    library.save(str(folder / "tokenizer.json"))
+    tokenizer = HfTokenizer.from_folder(folder)
+    assert len(expected) == 13 and tokenizer.encode("Hello, world!") == expected
+    assert tokenizer.bos_id is None
+
+
+def stated(content, **flags):
+    return {
+        "content": content,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+    } | flags
+
+
+def test_tokens_of_the_config_are_tokens(save):
+    decoder = {
+        "261": stated("<think>", special=False),
+        "260": stated("<|tool|>", special=True, lstrip=True),
+        "2": stated("</s>", special=True),
+    }
+    folder = save(
+        begins=False,
+        added_tokens_decoder=decoder,
+        additional_special_tokens=["<|tool|>", "!"],
+        mask_token="?",  # in the vocabulary, but no special token there
+    )
+    tokenizer = HfTokenizer.from_folder(folder)
+    a, b = tokenizer.encode("ab")
+    mark, question = tokenizer.encode("!?")
+    assert tokenizer.vocab_size == 262
+    assert tokenizer.encode("a  <|tool|>b<think>") == [a, 260, b, 261]
+    assert tokenizer.decode([a, 260, mark, question, b, 261]) == "ab<think>"  # special ones are left out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"added_tokens_decoder": {"300": stated("<new>")}},
+            "'<new>' is token 300, but tokenizer.json makes it 260",
+        ),
+        ({"added_tokens_decoder": {"5": stated("<s>")}}, "'<s>' is token 5, but tokenizer.json makes it 1"),
+        ({"added_tokens_decoder": {"x": stated("<s>")}}, "expected tokens by their ids"),
+        (
+            {"additional_special_tokens": ["<new>"]},
+            "special token '<new>' .* not in the tokenizer's vocabulary",
+        ),
+        (
+            {"extra_special_tokens": {"image": "<new>"}},
+            "the image '<new>' .* not in the tokenizer's vocabulary",
+        ),
+        ({"cls_token": "<new>"}, "the cls_token '<new>' .* not in the tokenizer's vocabulary"),
+        ({"pad_token": 0}, "pad_token=0; expected text, or an object with content"),
+        ({"additional_special_tokens": "<s>"}, "additional_special_tokens='<s>'; expected"),
+        ({"add_bos_token": "yes"}, "add_bos_token='yes'; expected bool"),
+        ({"chat_template": {}}, "chat_template={}; expected str"),
+    ],
+)
+def test_tokens_that_are_refused(save, config, message):
+    with pytest.raises(TokenizerError, match=message):
+        HfTokenizer.from_folder(save(**config))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, {}, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": None}, (2,)),
+        ({"eos_token_id": [3, 2]}, {}, (2, 3)),
+        ({"eos_token_id": 0}, {"eos_token_id": [2, 3]}, (2, 0, 3)),
+        ({"text_config": {"eos_token_id": 3}}, {}, (2, 3)),
+    ],
+)
+def test_a_response_ends_with_any_end_token_of_the_model(save, config, generation, expected):
+    files = {"config.json": json.dumps(config), "generation_config.json": json.dumps(generation)}
+    tokenizer = HfTokenizer.from_folder(save(files=files))
+    assert (tokenizer.eos_id, tokenizer.eos_ids) == (2, expected)
+    a, b = tokenizer.encode("ab")
+    for end in expected:
+        assert tokenizer.decode([a, end, b]) == decode_response(tokenizer, [a, end, b]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [("2", "eos_token_id='2'; expected int"), ([2, 260], "end token 260 is")]
+)
+def test_end_tokens_that_are_refused(save, ids, message):
+    with pytest.raises(TokenizerError, match=message):
+        HfTokenizer.from_folder(save(files={"config.json": json.dumps({"eos_token_id": ids})}))
 
 
 def test_padding_is_the_end_token_where_there_is_none(save):
@@ -94,33 +219,9 @@ def test_chat_templates_from_either_file(save):
     own_file = save(
         chat_template=TEMPLATE, files={"chat_template.jinja": "{{ messages | tojson }} {{ mood }}"}
     )
-    assert HfTokenizer.from_folder(own_file).chat(MESSAGES, mood="<ö>") == (
+    assert HfTokenizer.from_folder(own_file).chat(MESSAGES, variables={"mood": "<ö>"}) == (
         '[{"role": "user", "content": "Hi"}] <ö>'  # plain JSON, nothing escaped
     )
-
-
-def test_what_templates_use(save):
-    def render(template, **variables):
-        return HfTokenizer.from_folder(save(chat_template=template)).chat(MESSAGES, **variables)
-
-    assert render("{{ strftime_now('%d %b %Y') }}", date=datetime.date(2024, 7, 26)) == "26 Jul 2024"
-    assert render("{% for m in messages %}\n  {% if tools %}no{% endif %}\nx{% break %}{% endfor %}") == "x"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ thinking }}", "needs what it was not given: 'thinking' is undefined"),
-        ("{{ messages[0]['name'] }}", "not given: 'dict object' has no attribute 'name'"),
-        ("{{ raise_exception('roles must alternate') }}", "refused the conversation: roles must alternate"),
-        ("{{ messages.append(1) }}", "refused the conversation: .*unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe|not given"),
-        ("{% if %}", "line 1 of the chat template"),
-    ],
-)
-def test_templates_that_fail(save, template, message):
-    with pytest.raises(TokenizerError, match=message):
-        HfTokenizer.from_folder(save(chat_template=template)).chat(MESSAGES)
 
 
 def test_no_template(save):
@@ -136,7 +237,9 @@ def test_folders_that_are_not_tokenizers(save, tmp_path):
     folder = save(eos_token=None)
     with pytest.raises(TokenizerError, match="has no eos_token"):
         HfTokenizer.from_folder(folder)
-    with pytest.raises(TokenizerError, match="the eos token '<end>' is not in the tokenizer's vocabulary"):
+    with pytest.raises(
+        TokenizerError, match=r"the eos_token '<end>' .* is not in the tokenizer's vocabulary"
+    ):
         HfTokenizer.from_folder(save(eos_token="<end>"))
     for text, message in (("{", "is not JSON"), ("[]", "holds a list; expected an object")):
         (folder / "tokenizer_config.json").write_text(text)

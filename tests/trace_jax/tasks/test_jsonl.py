@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trace_jax.config import ConfigError
-from trace_jax.data import HfTokenizer, prompt_iterator
+from trace_jax.config import ConfigError, from_mapping, to_mapping
+from trace_jax.data import HfTokenizer, TokenizerError, prompt_iterator
 from trace_jax.tasks import ChatConfig, ChatTask, Task, TaskConfig, TaskError, make_task
 from trace_jax.tasks.chat import Problem
 
@@ -122,8 +122,10 @@ def chat_tokenizer():
     template = (
         "{{ bos_token }} {{ strftime_now('%Y-%m-%d') }} "
         "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+        "{% if thinking is false %}</s>{% endif %}"
     )
-    return HfTokenizer(library, bos="<s>", eos="</s>", chat_template=template)
+    special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    return HfTokenizer(library, special_tokens=special_tokens, add_bos_token=True, chat_template=template)
 
 
 def test_chat(write, chat_tokenizer):
@@ -139,6 +141,17 @@ def test_chat(write, chat_tokenizer):
     task.tokenizer.bos_id = None
     (prompt,) = next(prompt_iterator(task, 1, seed=0, num_epochs=1))["prompts"]
     assert prompt.tolist() == [4]
+
+
+def test_chat_variables(write, chat_tokenizer):
+    task = build(write(SUMS[5:6]), eval_share=1e-9, score="number")
+    task.tokenizer = chat_tokenizer
+    task_config = from_mapping(TaskConfig, {"chat": {"variables": {"thinking": False}}})
+    prompt = ChatTask(task, task_config.chat).sample(0).prompt
+    assert prompt == "<s> 2025-01-01 user 5+1= </s>"
+    assert to_mapping(task_config)["chat"]["variables"] == {"thinking": False}
+    with pytest.raises(TokenizerError, match=r"takes no variable 'thinkin'; expected one of .*'thinking'"):
+        ChatTask(task, ChatConfig(variables={"thinkin": False})).sample(0)
 
 
 def test_chat_needs_a_template(write):
