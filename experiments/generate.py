@@ -26,7 +26,14 @@ from omegaconf import DictConfig
 
 from experiments.common import CONFIGS, enable_compilation_cache, run_model, script
 from trace_jax.config import ConfigError, check_range, from_mapping
-from trace_jax.data import HfTokenizer, Tokenizer, decode_response, encode_text, load_tokenizer
+from trace_jax.data import (
+    HfTokenizer,
+    Tokenizer,
+    check_own_tokenizer,
+    decode_response,
+    encode_text,
+    load_tokenizer,
+)
 from trace_jax.hf import is_hf_folder, load_model, load_quantized, read_model_config
 from trace_jax.hf.layouts import layout_of
 from trace_jax.models import ModelConfig, abstract, init_cache, run_like
@@ -86,7 +93,7 @@ def start_of(generate: GenerateConfig) -> Start:
     """Reads everything but the weights.
 
     Raises:
-        ConfigError: no vocabulary is known, or the tokenizer has ids that the model has not.
+        ConfigError: no vocabulary is known, or the tokenizer is not the checkpoint's or has ids that the model has not.
     """
     folder, model, own, plan = generate.init_from, generate.model, None, generate.plan
     if folder is None:
@@ -112,6 +119,8 @@ def start_of(generate: GenerateConfig) -> Start:
         model, task, _ = run_model(folder)
         own = make_task(task).tokenizer
         weights = functools.partial(_packed, lambda model: load_params(folder, model), plan=plan)
+    if generate.tokenizer is not None:
+        check_own_tokenizer(folder, generate.tokenizer, key="tokenizer")
     tokenizer = own if generate.tokenizer is None else generate.tokenizer
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
@@ -180,7 +189,7 @@ def measure(generate: GenerateConfig) -> dict[str, Any]:
         SamplingConfig(
             temperature=generate.temperature,
             max_new_tokens=generate.max_new_tokens,
-            stop_tokens=() if tokenizer is None else (tokenizer.eos_id,),
+            stop_tokens=() if tokenizer is None else tokenizer.eos_ids,
         ),
         plan=generate.plan,
     )

@@ -44,7 +44,9 @@ def capture_site(
     """
     if spec.mode == "mantissa" and mantissa is None:
         mantissa = mantissa_bits(q.words)
-    keep = valid.reshape(*valid.shape, *(1,) * (q.row_exponent.ndim - 2)) & ~poisoned_rows(q)
+    keep = valid.reshape(*valid.shape, *(1,) * (q.row_exponent.ndim - 2))
+    if spec.compact_scales:  # whole scale bytes say it themselves
+        keep &= ~poisoned_rows(q)
     return SiteRecord(
         row_exponent=jnp.where(keep, q.row_exponent, jnp.uint8(0)),
         scales=compact_scales(q.scales) if spec.compact_scales else q.scales,

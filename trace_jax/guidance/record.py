@@ -28,7 +28,7 @@ class SiteRecord:
 
     Invariants:
         * `row_exponent` uint8 `[L, B, S, ...]` is the one byte a row: the biased exponent of the row scale (127 for
-          MXFP4, which has none), and 0 where there is no record (row never fed, or a poisoned block).
+          MXFP4, which has none), and 0 where there is no record (row never fed, or poisoned in compact scales).
         * `scales` uint8 `[L, B, S, ..., K/block]`, or `[..., K/block/4]` with two bits a scale when compact.
         * `mantissa` uint8 `[L, B, S, ..., K/8]`, value i in bit i, in mode `mantissa`; else None.
         * `words` uint32 `[L, B, S, ..., K/8]`, value i in nibble i, in mode `full`; else None.
