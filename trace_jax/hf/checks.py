@@ -55,8 +55,18 @@ def _beyond_weight_only(row_exponent: jax.Array) -> jax.Array:
     return row_exponent > MAX_WEIGHT_ONLY_EXPONENT + ROW_EXPONENT_BIAS
 
 
+def _product_vanishes(exponent: int, row_exponent: jax.Array) -> jax.Array:
+    """Bytes e whose 2^e times 2^exponent is 0 or infinite in FP32, which has powers from 2^-149 to 2^127."""
+    product = row_exponent.astype(jnp.int32) - ROW_EXPONENT_BIAS + exponent
+    return (product < -149) | (product > 127)
+
+
 NAN = "is NaN: the block held NaN or infinity when it was quantized. Export an earlier step."
 CODES = ("words", _minus_zero, "holds the code of -0, which no quantizer here writes: the words are damaged.")
+NO_PRODUCT = (
+    "times the input scale {!r} is 0 or infinity in FP32: engines multiply every sum by this product. Choose an input "
+    "scale closer to 1, or export without input scales."
+)
 E8M0 = (("scales", _nan_e8m0, NAN), CODES)
 ALWAYS = (
     ("scales", _nan_scale, NAN),
@@ -93,7 +103,9 @@ def check_finite(mapping: Mapping, values: Maps[str, jax.Array]) -> None:
             )
 
 
-def check_packed(mapping: Mapping, param: str, packed: Fp4Array, *, native_fp4: bool) -> None:
+def check_packed(
+    mapping: Mapping, param: str, packed: Fp4Array, *, native_fp4: bool, input_scale: float | None
+) -> None:
     """Refuses what is not a number, and what readers of the layouts decode to another value.
 
     Args:
@@ -102,11 +114,15 @@ def check_packed(mapping: Mapping, param: str, packed: Fp4Array, *, native_fp4: 
         packed: `[L, E, K, N]`.
         native_fp4: the target multiplies FP4 in hardware; otherwise the limits of weight-only kernels for NVFP4 hold
             too.
+        input_scale: of the matrices' activations, see `check_input_scales`; None where they are not quantized.
 
     Raises:
         CheckpointFormatError: naming a tensor, what is wrong with it, and what to do.
     """
     checks = E8M0 if packed.format == MXFP4 else ALWAYS if native_fp4 else ALWAYS + WEIGHT_ONLY
+    if input_scale is not None:
+        vanishes = functools.partial(_product_vanishes, math.frexp(input_scale)[1] - 1)
+        checks += (("row_exponent", vanishes, NO_PRODUCT.format(input_scale)),)
     found = _any_of(tuple(getattr(packed, leaf) for leaf, _, _ in checks), tuple(bad for _, bad, _ in checks))
     for (leaf, bad, what), is_bad in zip(checks, found, strict=True):
         if is_bad:

@@ -5,13 +5,18 @@ import dataclasses
 import numpy as np
 from ml_dtypes import float8_e4m3fn
 
-from kernels_pallas.formats import ROW_EXPONENT_BIAS
+from kernels_pallas.formats import MXFP4, ROW_EXPONENT_BIAS
 
 Shape = tuple[int, ...]
 
 
 class CodecError(ValueError):
-    """Stored values that have no counterpart here."""
+    """Stored values that are no numbers, or have no counterpart here."""
+
+
+DAMAGED = (
+    "expected numbers: the checkpoint is damaged, or its training has diverged. Take another copy or step."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Codec:
         return shape
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
+        if not np.isfinite(stored).all():
+            raise CodecError(f"it holds NaN or infinity; {DAMAGED}")
         return stored
 
     def encode(self, x: np.ndarray) -> np.ndarray:
@@ -78,6 +85,11 @@ class Bytes(Codec):
 
     dtypes: tuple[str, ...] = ("U8",)
 
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        if (stored == MXFP4.poison).any():
+            raise CodecError(f"a block's scale is NaN (byte {MXFP4.poison}); {DAMAGED}")
+        return stored
+
 
 @dataclasses.dataclass(frozen=True)
 class E4M3Bytes(Codec):
@@ -86,7 +98,10 @@ class E4M3Bytes(Codec):
     dtypes: tuple[str, ...] = ("F8_E4M3",)
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
-        return stored.view(np.uint8)
+        scales = stored.view(np.uint8)
+        if (scales & 0x7F == 0x7F).any():
+            raise CodecError(f"a block's scale is NaN; {DAMAGED}")
+        return scales
 
     def encode(self, x: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(x).view(float8_e4m3fn)
@@ -108,10 +123,11 @@ class RowScale(Codec):
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
         mantissa, exponent = np.frexp(stored.reshape(()))
-        if mantissa != 0.5:
+        if mantissa != 0.5 or not -126 <= exponent - 1 <= 126:
             raise CodecError(
-                f"a matrix scale of {float(stored.reshape(()))!r}; expected a power of two, as rollouts use. "
-                "The checkpoint was quantized under other rules: import its BF16 original and quantize that."
+                f"a matrix scale of {float(stored.reshape(()))!r}; expected a power of two between 2^-126 and 2^126, "
+                "as rollouts use. The checkpoint was quantized under other rules: import its BF16 original and "
+                "quantize that."
             )
         exponent = exponent - 1
         return np.asarray((-exponent if self.inverse else exponent) + ROW_EXPONENT_BIAS, np.uint8)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Collection
 from collections.abc import Mapping as Maps
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from trace_jax.hf.codecs import PLAIN
 from trace_jax.hf.families import family_of, write_config
 from trace_jax.hf.folder import CheckpointFormatError, read_json
 from trace_jax.hf.layouts import MXFP4_BLOCKS, BlockLayout, Layout
-from trace_jax.hf.model import by_path, layers_of, mapping_of, shapes_by_path
+from trace_jax.hf.model import by_path, layers_of, mapping_of, repeated_head, shapes_by_path
 from trace_jax.hf.quantization import (
     modelopt_file,
     mxfp4_config,
@@ -93,8 +94,8 @@ def export_nvfp4(
             f"input scales are given for {sorted(input_scales)}; expected both of {EXPERT_INPUT} and {DOWN_INPUT}."
         )
     check_input_scales(input_scales)
-    mapping, values = _checked(rollout, config, layout, native_fp4=native_fp4)
-    quantization = quantization_config(layout, ignored_modules(mapping), input_scales)
+    mapping, values = _checked(rollout, config, layout, native_fp4=native_fp4, input_scales=input_scales)
+    quantization = quantization_config(layout, ignored_modules(mapping, config), input_scales)
     with new_folder(out) as folder:
         extra = _input_scale_tensors(mapping, layout, input_scales)
         save_tensors(folder, mapping, values, extra, max_file_bytes)
@@ -144,7 +145,12 @@ def _check_plan(plan: QuantPlan, layout: Layout | BlockLayout) -> None:
 
 
 def _checked(
-    rollout: nnx.State, config: ModelConfig, layout: Layout | BlockLayout, *, native_fp4: bool
+    rollout: nnx.State,
+    config: ModelConfig,
+    layout: Layout | BlockLayout,
+    *,
+    native_fp4: bool,
+    input_scales: Maps[str, float] | None = None,
 ) -> tuple[Mapping, dict[str, jax.Array]]:
     """The table of a rollout's export, and its arrays, all of which a reader decodes to the same values."""
     by_name = by_path(rollout)
@@ -152,7 +158,8 @@ def _checked(
     mapping, values = packed_mapping(config, frozenset(packed), layout), flat_arrays(by_name)
     check_finite(mapping, values)
     for param, value in packed.items():
-        check_packed(mapping, param, value, native_fp4=native_fp4)
+        scale = None if input_scales is None else input_scales[_input_site(param)]
+        check_packed(mapping, param, value, native_fp4=native_fp4, input_scale=scale)
     return mapping, values
 
 
@@ -167,8 +174,10 @@ def flat_arrays(values: Maps[str, Any]) -> dict[str, jax.Array]:
     return found
 
 
-def packed_mapping(config: ModelConfig, packed: frozenset[str], layout: Layout | BlockLayout) -> Mapping:
-    """The table of a model whose parameters `packed` are in FP4."""
+def packed_mapping(
+    config: ModelConfig, packed: frozenset[str], layout: Layout | BlockLayout, names: Collection[str] = ()
+) -> Mapping:
+    """The table of a model whose parameters `packed` are in FP4; `names` are a folder's tensors, none for exports."""
     shapes: dict[str, tuple[int, ...]] = {}
     for param, shape in shapes_by_path(config).items():
         if param not in packed:
@@ -179,12 +188,13 @@ def packed_mapping(config: ModelConfig, packed: frozenset[str], layout: Layout |
         shapes |= {f"{param}.words": (*lead, k // 8, n), f"{param}.scales": (*lead, k // block, n)}
         if layout.format.has_row_scale:
             shapes[f"{param}.row_exponent"] = tuple(lead)
-    return Mapping(layout.table(family_of(config), config, packed), shapes, layers_of(config))
+    links = [*layout.table(family_of(config), config, packed), *repeated_head(config, names)]
+    return Mapping(links, shapes, layers_of(config))
 
 
-def ignored_modules(mapping: Mapping) -> list[str]:
-    """Linear modules that stay BF16: all whose matrix is not packed."""
-    return [
+def ignored_modules(mapping: Mapping, config: ModelConfig) -> list[str]:
+    """Linear modules that stay BF16: all whose matrix is not packed, and a head that is the embedding."""
+    kept = [
         name.removesuffix(".weight")
         for name, tensor in mapping.tensors.items()
         if tensor.codec == PLAIN
@@ -192,6 +202,12 @@ def ignored_modules(mapping: Mapping) -> list[str]:
         and len(tensor.shape) == 2
         and tensor.uses[0].link.param != "embedding"
     ]
+    return [*kept, "lm_head"] if config.tied_embedding else kept
+
+
+def _input_site(param: str) -> str:
+    """Quantization site of the activations that an expert matrix multiplies."""
+    return DOWN_INPUT if param.endswith("down") else EXPERT_INPUT
 
 
 def _input_scale_tensors(
@@ -203,7 +219,7 @@ def _input_scale_tensors(
     for name, tensor in mapping.tensors.items():
         param, _, leaf = tensor.uses[0].link.param.rpartition(".")
         if tensor.codec != PLAIN and leaf == "row_exponent":
-            scale = input_scales[DOWN_INPUT if param.endswith("down") else EXPERT_INPUT]
+            scale = input_scales[_input_site(param)]
             value = np.float32(1 / scale if layout.inverse else scale)
             found[f"{name.rpartition('.')[0]}.{layout.input_scale}"] = np.full((1,) * layout.ndim, value)
     return found

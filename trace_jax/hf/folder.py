@@ -29,6 +29,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointFormatError(f"{path.parent} has no {path.name}.") from None
+    except IsADirectoryError:
+        raise CheckpointFormatError(f"{path} is a folder; expected a file.") from None
     except ValueError as error:
         raise CheckpointFormatError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -67,11 +69,16 @@ class Folder:
 
     def _index(self) -> dict[str, str] | None:
         """File of each tensor by the index; None for a folder of one file."""
-        found = sorted(p.name for p in self.path.glob("*.safetensors"))
+        found = sorted(p.name for p in self.path.glob("*.safetensors") if p.is_file())
         if (self.path / INDEX).exists():
             index = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(index, dict) or not index:
                 raise CheckpointFormatError(f"{self.path / INDEX} has no weight_map.")
+            for name, file in index.items():
+                if not isinstance(file, str):
+                    raise CheckpointFormatError(
+                        f"{self.path / INDEX} has {file!r} for {name}; expected the name of a file."
+                    )
             missing = sorted(set(index.values()) - set(found))
             if missing:
                 raise CheckpointFormatError(

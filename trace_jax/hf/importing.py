@@ -76,7 +76,7 @@ def load_model(
     shardings = {param: sharding_of(mesh, axes[param], shape) for param, shape in shapes.items()}
     with Folder(path) as folder:
         if quantized:
-            mapping = packed_mapping(config, _experts(shapes), MXFP4_BLOCKS)
+            mapping = packed_mapping(config, _experts(shapes), MXFP4_BLOCKS, folder.names)
         else:
             mapping = mapping_of(config, folder.names)
         check_tensors(folder, mapping, lambda name: name.startswith(family.ignored(config)))
@@ -119,20 +119,23 @@ def load_quantized(path: str | Path, *, mesh: jax.sharding.Mesh | None = None) -
     hf_config, family, config = read_model_config(path)
     layout, axes = layout_of(hf_config, path), axes_by_path(config)
     packed = _experts(axes)
-    mapping = packed_mapping(config, packed, layout)
-    shardings, dtypes = {}, {}
-    for param, shape in mapping.shapes.items():
-        base, _, leaf = param.rpartition(".")
-        if base in packed:
-            names = axes[base] if leaf != "row_exponent" else axes[base][:-2]
-            dtypes[param] = jnp.dtype("uint32" if leaf == "words" else "uint8")
-        else:
-            names, dtypes[param] = axes[param], jnp.dtype("float32" if is_kept_wide(param) else "bfloat16")
-        shardings[param] = sharding_of(mesh, names, shape)
-    for param in packed:
-        words, scales = (shardings[f"{param}.{leaf}"] for leaf in ("words", "scales"))
-        _check_blocks(param, layout.format, words, scales, mapping.shapes)
     with Folder(path) as folder:
+        mapping = packed_mapping(config, packed, layout, folder.names)
+        shardings, dtypes = {}, {}
+        for param, shape in mapping.shapes.items():
+            base, _, leaf = param.rpartition(".")
+            if base in packed:
+                names = axes[base] if leaf != "row_exponent" else axes[base][:-2]
+                dtypes[param] = jnp.dtype("uint32" if leaf == "words" else "uint8")
+            else:
+                names, dtypes[param] = (
+                    axes[param],
+                    jnp.dtype("float32" if is_kept_wide(param) else "bfloat16"),
+                )
+            shardings[param] = sharding_of(mesh, names, shape)
+        for param in packed:
+            words, scales = (shardings[f"{param}.{leaf}"] for leaf in ("words", "scales"))
+            _check_blocks(param, layout.format, words, scales, mapping.shapes)
         check_tensors(folder, mapping, layout.ignores)
         arrays = load_arrays(folder, mapping, mapping.shapes, shardings, dtypes)
     for param in packed:

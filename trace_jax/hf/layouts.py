@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
 from trace_jax.hf.codecs import BlockWords, Bytes, Codec, E4M3Bytes, RowScale, Words
+from trace_jax.hf.config import MAPPING, NAME, HfConfig
 from trace_jax.hf.families import Family
 from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.table import Link
@@ -105,7 +106,8 @@ def layout_of(hf_config: Mapping[str, Any], path: object) -> Layout | BlockLayou
         CheckpointFormatError: none, or one that is not read here.
     """
     layouts = {**LAYOUTS, MXFP4_BLOCKS.name: MXFP4_BLOCKS}
-    method = (hf_config.get("quantization_config") or {}).get("quant_method")
+    stated = HfConfig(hf_config).get("quantization_config", kind=MAPPING, default={})
+    method = HfConfig(stated, "quantization_config").get("quant_method", kind=NAME)
     if method not in layouts:
         raise CheckpointFormatError(
             f"{path} has quant_method {method!r}; expected one of {', '.join(sorted(layouts))}."

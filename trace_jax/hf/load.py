@@ -76,6 +76,9 @@ def load_arrays(
             dequantized block by block.
         shardings: of each parameter; a process reads only what its own devices hold.
         dtypes: of each parameter.
+
+    Raises:
+        CheckpointFormatError: values that are no numbers, or tensors that differ but share a value; names them.
     """
     return {
         param: _load_array(folder, mapping, param, shape, shardings[param], dtypes[param])
@@ -160,7 +163,8 @@ def read_block(
                 put(unit, part, link.axis, values)
             elif not np.array_equal(take(unit, part, link.axis), values):
                 raise CheckpointFormatError(
-                    f"{name} differs from the other tensors of {param}, with which it has to share one value."
+                    f"{name} differs from {mapping.name(links[0], at)}, whose values it "
+                    "has to repeat by config.json."
                 )
     assert block is not None
     return block

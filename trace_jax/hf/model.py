@@ -66,7 +66,14 @@ def mapping_of(config: ModelConfig, names: Collection[str] | None = None) -> Map
         if names is None
         else _fitting(family_of(config).tables(config), names)
     )
-    return Mapping(links, shapes_by_path(config), layers_of(config))
+    return Mapping([*links, *repeated_head(config, names or ())], shapes_by_path(config), layers_of(config))
+
+
+def repeated_head(config: ModelConfig, names: Collection[str]) -> list[Link]:
+    """The head of a folder that holds it although it is the embedding: some writers store a tied matrix twice."""
+    if not config.tied_embedding or "lm_head.weight" not in names:
+        return []
+    return [Link(param="embedding", tensor="lm_head.weight", same=True)]
 
 
 def _fitting(tables: Sequence[list[Link]], names: Collection[str]) -> list[Link]:

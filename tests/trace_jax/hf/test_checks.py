@@ -106,6 +106,32 @@ def test_input_scales_are_powers_of_two(tmp_path, scale):
     refused(tmp_path, rollout, "the input scale of expert_input", "power of two", input_scales=scales)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("param", "site"), [("gate_up", "expert_input"), ("down", "down_input")])
+@pytest.mark.parametrize(("row", "kept", "lost"), [(-119, -30, -31), (8, 119, 120)])
+def test_products_of_scales_that_fp32_holds(tmp_path, layout, param, site, row, kept, lost):
+    """2^-149 is FP32's smallest number, 2^127 its largest power of two."""
+    rollout = with_leaf(param, "row_exponent", (1, 3), 127 + row)
+    assert 0 < np.float32(2.0**row) * np.float32(2.0**kept) < np.inf
+    with np.errstate(over="ignore", under="ignore"):
+        assert np.float32(2.0**row) * np.float32(2.0**lost) in (0, np.inf)
+    scales = {"expert_input": 1.0, "down_input": 1.0}
+    with pytest.raises(CheckpointFormatError) as error:
+        export_nvfp4(
+            rollout, small.MODEL, PLAN, layout, tmp_path / "out", input_scales=scales | {site: 2.0**lost}
+        )
+    for part in (
+        "layers.1.mlp.experts.3",
+        f"moe.{param}.row_exponent[1, 3]",
+        f"input scale {2.0**lost!r} is 0",
+    ):
+        assert part in str(error.value), str(error.value)
+    assert not list(tmp_path.iterdir())
+    export_nvfp4(
+        rollout, small.MODEL, PLAN, layout, tmp_path / "out", input_scales=scales | {site: 2.0**kept}
+    )
+
+
 def test_input_scales_are_given_for_both_sites(tmp_path):
     rollout = small.sync(small.masters()[1], PLAN, "bfloat16")
     refused(tmp_path, rollout, "expected both of", input_scales={"expert_input": 1.0})

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,8 @@ from trace_jax.hf import (
 )
 from trace_jax.hf.codecs import RowScale
 from trace_jax.hf.folder import SINGLE, Folder
-from trace_jax.hf.model import by_path
+from trace_jax.hf.model import by_path, to_state
+from trace_jax.models import abstract
 from trace_jax.quant import QuantPlan
 
 QWEN = TINY / "qwen3_moe"
@@ -145,6 +147,47 @@ def test_what_a_compressed_tensors_export_says_of_itself(tmp_path):
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "input_global_scale" in readme and "KV cache" in readme and "BF16 activations" in readme
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_tied_head_is_no_packed_module(tmp_path, layout):
+    """Engines build a head module that has no tensor of its own: only `ignore` says that it is BF16."""
+    config = dataclasses.replace(loaded().config, tied_embedding=True)
+    tied = {name: value for name, value in by_path(rollout()).items() if name != "head"}
+    export_nvfp4(to_state(abstract(config)[1], tied), config, QuantPlan(), layout, tmp_path / "out")
+    assert "lm_head.weight" not in tensors_of(tmp_path / "out")
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stated["tie_word_embeddings"] and stated["quantization_config"]["ignore"].count("lm_head") == 1
+    again = load_quantized(tmp_path / "out")
+    assert again.config == config and small.equal_trees(by_path(again.rollout), tied)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("leaf", "value", "said"),
+    [
+        ("scales", 0x7F, "a block's scale is NaN"),
+        ("scales", 0xFF, "a block's scale is NaN"),
+        ("matrix_scale", 2.0**-149, "power of two between"),
+        ("matrix_scale", 2.0**127, "power of two between"),
+    ],
+)
+def test_damaged_scales_are_refused_on_import(tmp_path, layout, leaf, value, said):
+    export_nvfp4(rollout(), loaded().config, QuantPlan(), layout, tmp_path / "out")
+    name = f"{EXPERT}.down_proj.{getattr(layout, leaf)}"
+    overwrite(tmp_path / "out" / SINGLE, name, value)
+    with pytest.raises(CheckpointFormatError, match=f"^{re.escape(name)} in .*{said}"):
+        load_quantized(tmp_path / "out")
+
+
+def overwrite(file, name: str, value: float) -> None:
+    """Sets the first element of a tensor in place: an E4M3 byte, or an FP32 number."""
+    data = bytearray(file.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    start = 8 + length + json.loads(data[8 : 8 + length])[name]["data_offsets"][0]
+    stored = np.float32(value).tobytes() if isinstance(value, float) else bytes([value])
+    data[start : start + len(stored)] = stored
+    file.write_bytes(data)
 
 
 @pytest.mark.parametrize(("scales", "algorithm"), [(None, "W4A16_NVFP4"), (INPUT_SCALES, "NVFP4")])

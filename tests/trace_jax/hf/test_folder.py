@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from tests.trace_jax.hf.folders import TINY, changed, configured, split
-from trace_jax.hf import CheckpointFormatError, load_model, read_config
+from trace_jax.hf import CheckpointFormatError, load_model
 from trace_jax.hf.folder import INDEX, SINGLE, Folder
-from trace_jax.hf.importing import read_model_config
 
 QWEN = TINY / "qwen3_moe"
 TENSOR = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -105,32 +104,17 @@ def test_an_unknown_model_type_lists_the_known_ones(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-        ({"vocab_size": "many"}, "describes no such model"),
-        ({"num_key_value_heads": 3}, "num_kv_heads 3"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
-        ({"some_new_switch": 1}, "some_new_switch=1"),
-        ({"num_attention_heads": None}, "num_attention_heads"),
-    ],
-)
-def test_config_keys_that_the_model_does_not_honour(tmp_path, keys, said):
-    refused(configured(QWEN, tmp_path / "keys", **keys), said)
-
-
-def test_keys_have_been_renamed_over_the_years():
-    hf, _, config = read_model_config(QWEN)
-    older = {
-        name: value for name, value in hf.items() if name not in ("rope_parameters", "num_local_experts")
-    }
-    older |= {"rope_theta": 1000000.0, "rope_scaling": None, "num_experts": 8, "torch_dtype": "bfloat16"}
-    assert read_config(older)[1] == config
+def test_what_is_no_file(tmp_path):
+    folder = split(QWEN, tmp_path / "split")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {TENSOR: 1}}))
+    refused(folder, f"has 1 for {TENSOR}; expected the name of a file")
+    folder = changed(QWEN, tmp_path / "one", lambda tensors: None)
+    (folder / SINGLE).unlink()
+    (folder / SINGLE).mkdir()
+    refused(folder, "has no safetensors files")
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    refused(folder, "config.json is a folder; expected a file")
 
 
 def test_slices_are_those_of_the_tensor(tmp_path):

@@ -3,15 +3,19 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.trace_jax.hf.folders import TINY, changed, configured, in_mxfp4, split
-from trace_jax.hf import load_model
+from trace_jax.hf import CheckpointFormatError, load_model
+from trace_jax.hf.folder import SINGLE
 from trace_jax.hf.model import by_path
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -45,6 +49,51 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     folder = configured(changed(QWEN, tmp_path / "a", without_head), tmp_path / "b", tie_word_embeddings=True)
     loaded = load_model(folder)
     assert loaded.config.tied_embedding and "head" not in by_path(loaded.params)
+
+
+def test_a_tied_head_that_is_stored_too(tmp_path):
+    """It is the embedding, in whatever dtype, or it is refused."""
+
+    def twice(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(np.float32)
+
+    def other(tensors):
+        twice(tensors)
+        tensors["lm_head.weight"][159, 63] += 1
+
+    same, differs = (
+        configured(
+            changed(QWEN, tmp_path / f.__name__, f), tmp_path / f"{f.__name__}_tied", tie_word_embeddings=True
+        )
+        for f in (twice, other)
+    )
+    found = by_path(load_model(same).params)
+    assert "head" not in found and np.array_equal(
+        found["embedding"], load_file(QWEN / SINGLE)["model.embed_tokens.weight"].astype(np.float32)
+    )
+    with pytest.raises(
+        CheckpointFormatError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+    ):
+        load_model(differs)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("model.norm.weight", (63,)),
+        ("model.embed_tokens.weight", (159, 63)),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", (31, 0)),
+    ],
+)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
+def test_weights_that_are_no_numbers(tmp_path, name, index, value, dtype):
+    def damage(tensors):
+        tensors[name] = tensors[name].astype(dtype)
+        tensors[name][index] = value
+
+    with pytest.raises(CheckpointFormatError, match=f"^{re.escape(name)} in .*holds NaN or infinity"):
+        load_model(changed(QWEN, tmp_path / "damaged", damage))
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from trace_jax.hf.config import HfConfig
+from trace_jax.hf.config import MAPPING, NAME, HfConfig
 from trace_jax.hf.families import deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_5_moe, qwen3_moe
 from trace_jax.hf.families.parts import fused
 from trace_jax.hf.folder import CheckpointFormatError
@@ -50,7 +50,7 @@ FAMILIES = {
     module.MODEL_TYPE: _family(module)
     for module in (deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_5_moe, qwen3_moe)
 }
-FAMILY_OF = {"tiny_moe": "qwen3_moe", "qwen3_5_moe": "qwen3_5_moe_text"}
+FAMILY_OF = {"tiny_moe": "qwen3_moe", "qwen3_5_moe": "qwen3_5_moe_text", "llama_moe": "mixtral"}
 """`ModelConfig.family` -> `model_type`, where they differ."""
 
 TEXT_OF = {"qwen3_5_moe": "qwen3_5_moe_text"}
@@ -65,12 +65,14 @@ def read_config(mapping: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
             not go together.
     """
     mapping = text_part(mapping)
-    model_type = mapping.get("model_type")
+    hf = HfConfig(mapping)
+    model_type = hf.take("model_type", kind=NAME)
+    hf.get("quantization_config", kind=MAPPING)
     if model_type not in FAMILIES:
         raise CheckpointFormatError(
             f"config.json has model_type={model_type!r}; known are {', '.join(sorted({*FAMILIES, *TEXT_OF}))}."
         )
-    family, hf = FAMILIES[model_type], HfConfig(mapping)
+    family = FAMILIES[model_type]
     try:
         config = family.model_config(hf)
     except CheckpointFormatError:
@@ -89,7 +91,7 @@ def text_part(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         CheckpointFormatError: a model of text and images without `text_config`.
     """
-    model_type = TEXT_OF.get(mapping.get("model_type"))
+    model_type = TEXT_OF.get(HfConfig(mapping).take("model_type", kind=NAME))
     if model_type is None:
         return mapping
     text = mapping.get("text_config")

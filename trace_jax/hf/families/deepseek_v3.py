@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trace_jax.hf.config import HfConfig, rope_config, rope_parameters
+from trace_jax.hf.config import COUNT, NUMBER, HfConfig, rope_config, rope_parameters
 from trace_jax.hf.families.parts import (
     ATTENTION,
     LAYER,
@@ -30,11 +30,18 @@ def model_config(hf: HfConfig) -> ModelConfig:
     hf.require("scoring_func", "sigmoid")
     hf.require("topk_method", "noaux_tc")
     hf.unused(
-        "aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "pretraining_tp", "qk_head_dim", "seq_aux"
+        "aux_loss_alpha",
+        "ep_size",
+        "intermediate_size",  # of dense layers, if there are any
+        "num_nextn_predict_layers",
+        "pretraining_tp",
+        "qk_head_dim",
+        "seq_aux",
     )
     common = sizes(hf)
     rope_dim = hf.take("qk_rope_head_dim")
-    shared = hf.get("n_shared_experts") or 0
+    dense_layers = hf.take("first_k_dense_replace", kind=COUNT)
+    shared = hf.get("n_shared_experts", kind=COUNT, default=0)
     hidden = hf.take("moe_intermediate_size")
     return ModelConfig(
         **common | {"head_dim": rope_dim},
@@ -47,8 +54,8 @@ def model_config(hf: HfConfig) -> ModelConfig:
             rope_dim=rope_dim,
             value_dim=hf.take("v_head_dim"),
         ),
-        dense_layers=hf.take("first_k_dense_replace"),
-        dense_hidden_size=hf.take("intermediate_size"),
+        dense_layers=dense_layers,
+        dense_hidden_size=hf.take("intermediate_size") if dense_layers else 0,
         num_experts=hf.take("n_routed_experts"),
         experts_per_token=hf.take("num_experts_per_tok"),
         expert_hidden_size=hidden,
@@ -56,13 +63,13 @@ def model_config(hf: HfConfig) -> ModelConfig:
         qk_norm="none",
         router=RouterConfig(
             scores="sigmoid",
-            normalize=bool(hf.get("norm_topk_prob", True)),
+            normalize=hf.flag("norm_topk_prob", True),
             groups=hf.take("n_group"),
             top_groups=hf.take("topk_group"),
-            scale=hf.take("routed_scaling_factor"),
+            scale=hf.take("routed_scaling_factor", kind=NUMBER),
             correction=True,
         ),
-        rope=rope_config(hf, rope_dim, interleaved=bool(hf.get("rope_interleave", True))),
+        rope=rope_config(hf, rope_dim, interleaved=hf.flag("rope_interleave", True)),
     )
 
 
@@ -89,7 +96,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "qk_nope_head_dim": c.nope_dim,
         "qk_rope_head_dim": c.rope_dim,
         "rope_interleave": config.rope.interleaved,
-        "rope_parameters": rope_parameters(config.rope, c.rope_dim),
+        "rope_parameters": rope_parameters(config.rope),
         "routed_scaling_factor": router.scale,
         "topk_group": router.top_groups,
         "v_head_dim": c.value_dim,
@@ -104,8 +111,6 @@ def table(config: ModelConfig) -> list[Link]:
         Link(param="latent.kv_norm", tensor=f"{ATTENTION}.kv_a_layernorm.weight"),
         linear("latent.kv_up", f"{ATTENTION}.kv_b_proj.weight"),
         linear("latent.output", f"{ATTENTION}.o_proj.weight"),
-        *experts(config, MLP),
-        Link(param="moe.router_correction", tensor=f"{MLP}.gate.e_score_correction_bias"),
     ]
     if config.latent.query_rank is None:
         links.append(linear("latent.query", f"{ATTENTION}.q_proj.weight"))
@@ -115,6 +120,11 @@ def table(config: ModelConfig) -> list[Link]:
             Link(param="latent.query_norm", tensor=f"{ATTENTION}.q_a_layernorm.weight"),
             linear("latent.query_up", f"{ATTENTION}.q_b_proj.weight"),
         ]
-    if config.shared_expert_size:
-        links += shared_expert(config, f"{MLP}.shared_experts")
-    return [*links, *dense(config)] if config.dense_layers else links
+    if config.layers_of("dense"):
+        links += dense(config)
+    if config.layers_of("moe"):
+        links += experts(config, MLP)
+        links.append(Link(param="moe.router_correction", tensor=f"{MLP}.gate.e_score_correction_bias"))
+        if config.shared_expert_size:
+            links += shared_expert(config, f"{MLP}.shared_experts")
+    return links

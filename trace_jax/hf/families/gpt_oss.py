@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trace_jax.hf.config import HfConfig, rope_config
+from trace_jax.hf.config import NAMES, NUMBER, HfConfig, rope_config
 from trace_jax.hf.families.parts import LAYER, MLP, attention, ends, hf_sizes, sizes
 from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.table import Link, gated, linear
@@ -17,19 +17,22 @@ PERIOD = {"sliding": "sliding_attention", "full": "full_attention"}
 def model_config(hf: HfConfig) -> ModelConfig:
     hf.require("attention_bias", True)
     hf.require("hidden_act", "silu")
-    hf.unused("experts_per_token", "initial_context_length")
+    hf.unused("initial_context_length")
     common = sizes(hf)
+    experts_per_token = hf.take("num_experts_per_tok")
+    hf.require("experts_per_token", experts_per_token)
     kinds = list(PERIOD)
     layers = [PERIOD[kinds[i % 2]] for i in range(common["num_layers"])]
-    if hf.get("layer_types", layers) != layers:
+    stated = hf.get("layer_types", kind=NAMES, default=layers)
+    if stated != layers:
         raise CheckpointFormatError(
-            f"config.json has layer_types={hf.get('layer_types')}; expected sliding and full attention in turn."
+            f"config.json has layer_types={stated}; expected sliding and full attention in turn."
         )
     return ModelConfig(
         **common,
         family="gpt_oss",
         num_experts=hf.take("num_local_experts"),
-        experts_per_token=hf.take("num_experts_per_tok"),
+        experts_per_token=experts_per_token,
         expert_hidden_size=hf.take("intermediate_size"),
         layer_types=tuple(kinds),
         window=hf.take("sliding_window"),
@@ -38,8 +41,8 @@ def model_config(hf: HfConfig) -> ModelConfig:
         sinks=True,
         router=RouterConfig(bias=True),
         activation="clamped_swiglu",
-        activation_alpha=hf.get("swiglu_alpha", 1.702),
-        activation_limit=hf.get("swiglu_limit", 7.0),
+        activation_alpha=hf.get("swiglu_alpha", kind=NUMBER, default=1.702),
+        activation_limit=hf.get("swiglu_limit", kind=NUMBER, default=7.0),
         expert_bias=True,
         rope=rope_config(hf, common["head_dim"]),
     )

@@ -24,7 +24,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
         experts_per_token=hf.take("num_experts_per_tok"),
         expert_hidden_size=hf.take("intermediate_size"),
         qk_norm="full",
-        router=RouterConfig(normalize=bool(hf.get("norm_topk_prob", False))),
+        router=RouterConfig(normalize=hf.flag("norm_topk_prob", False)),
         rope=rope_config(hf, common["head_dim"]),
     )
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from trace_jax.hf.config import HfConfig, rope_parameters
+from trace_jax.hf.config import NUMBER, HfConfig, rope_parameters
 from trace_jax.hf.table import Link, gated, linear
 from trace_jax.models import ModelConfig
 
@@ -21,10 +21,10 @@ def sizes(hf: HfConfig) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_layers": hf.take("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or hidden // heads,
-        "norm_eps": hf.take("rms_norm_eps"),
-        "tied_embedding": bool(hf.get("tie_word_embeddings", False)),
+        "num_kv_heads": hf.get("num_key_value_heads", default=heads),
+        "head_dim": hf.get("head_dim", default=hidden // heads),
+        "norm_eps": hf.take("rms_norm_eps", kind=NUMBER),
+        "tied_embedding": hf.flag("tie_word_embeddings", False),
     }
 
 
@@ -39,7 +39,7 @@ def hf_sizes(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embedding,
-        "rope_parameters": rope_parameters(config.rope, config.head_dim),
+        "rope_parameters": rope_parameters(config.rope),
         "hidden_act": "silu",
     }
 

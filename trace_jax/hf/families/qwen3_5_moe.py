@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trace_jax.hf.config import HfConfig, rope_config
+from trace_jax.hf.config import NAMES, HfConfig, agreed, rope_config, rope_parameters
 from trace_jax.hf.families.parts import (
     LAYER,
     MLP,
@@ -30,18 +30,17 @@ def model_config(hf: HfConfig) -> ModelConfig:
     hf.require("attn_output_gate", True)
     hf.require("hidden_act", "silu")
     hf.require("mlp_only_layers", [], None)
-    hf.unused(
-        "full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"
-    )
+    hf.unused("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
     common = sizes(hf)
-    interval = hf.get("full_attention_interval", 4)
-    names = hf.get("layer_types") or [
-        "full_attention" if (i + 1) % interval == 0 else "linear_attention"
-        for i in range(common["num_layers"])
-    ]
-    if set(names) != set(KINDS) or names != _repeated(names[: names.index("full_attention") + 1], len(names)):
+    layers, interval = common["num_layers"], hf.get("full_attention_interval")
+    by_interval = _repeated(["linear_attention"] * ((interval or 4) - 1) + ["full_attention"], layers)
+    names = hf.get("layer_types", kind=NAMES, default=by_interval)
+    if interval is not None:
+        agreed({"layer_types": names, f"full_attention_interval={interval}, hence layer_types": by_interval})
+    if set(names) != set(KINDS) or names != _repeated(names[: names.index("full_attention") + 1], layers):
         raise CheckpointFormatError(
-            f"config.json has layer_types={names}; expected a period of linear attention that full attention ends."
+            f"config.json has layer_types={names}; expected for each of {layers} layers a type, in a period of linear "
+            "attention that full attention ends."
         )
     return ModelConfig(
         **common,
@@ -76,8 +75,10 @@ def ignored(config: ModelConfig) -> tuple[str, ...]:
 def hf_config(config: ModelConfig) -> dict[str, Any]:
     c = config.delta
     names = {kind: name for name, kind in KINDS.items()}
+    share = 1.0 if config.rope.dim is None else config.rope.dim / config.head_dim
     return {
         **hf_sizes(config),
+        "rope_parameters": {"partial_rotary_factor": share, **rope_parameters(config.rope)},
         "attention_bias": False,
         "layer_types": _repeated([names[kind] for kind in config.layer_types], config.num_layers),
         "linear_conv_kernel_dim": c.conv_width,

@@ -26,7 +26,7 @@ def model_config(hf: HfConfig) -> ModelConfig:
         num_experts=hf.take("num_experts", "num_local_experts"),
         experts_per_token=hf.take("num_experts_per_tok"),
         expert_hidden_size=hf.take("moe_intermediate_size"),
-        router=RouterConfig(normalize=bool(hf.get("norm_topk_prob", False))),
+        router=RouterConfig(normalize=hf.flag("norm_topk_prob", False)),
         rope=rope_config(hf, common["head_dim"]),
     )
 
