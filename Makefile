@@ -36,11 +36,15 @@ test: env  ## core suite
 test-all: env $(COMPILERS)/.stamp  ## core suite, kill and multi-process tests, notebooks, TPU and GPU compilation
 	PYTHONPATH=$(COMPILERS) $(PYTEST) --nbmake tests $(wildcard notebooks) $(PYTEST_ARGS)
 
-# The compilers of both kinds of kernels, beside the environment: JAX would look for a TPU wherever libtpu is installed.
+# The compilers of both kinds of kernels, beside the environment: JAX would look for a TPU wherever libtpu is installed. What
+# compiles whole programs for GPUs is apart from them, for the one test that uses it.
 $(COMPILERS)/.stamp: $(STAMP)
 	rm -rf $(COMPILERS)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(COMPILERS) 'triton>=3.6,<3.7' \
 	  "$$($(RUN) -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))')"
+	version=$$($(RUN) -c 'import jax; print(jax.__version__)'); \
+	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(COMPILERS)/gpu \
+	  jax-triton==0.3.1 jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	@touch $@
 
 lint: env  ## ruff: lint and format check

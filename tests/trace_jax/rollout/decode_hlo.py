@@ -1,20 +1,22 @@
-"""Compiles a decode chunk of a small FP4 model for a real TPU, without one, and prints what is as large as a layer.
+"""Compiles a decode chunk of a small FP4 model for a TPU or GPU that is not there: prints what is as large as a layer.
 
-    python -m tests.trace_jax.rollout.decode_hlo [--here]
+    python -m tests.trace_jax.rollout.decode_hlo tpu|gpu|here
 
-With `--here` for this machine's own accelerator, such as a GPU. Prints JSON: `least`, the bytes of the smallest packed
-array of one layer, experts or cache; `kernels`, how often the decode loop calls each; `large`, every instruction that
-leaves an array of at least `least` bytes (operation and shape), but for what names, groups or passes on other arrays,
-and for kernels that write the cache in place; apart those outside all loops. Needs libtpu (`pip install .[tpu]`) and a
-process of its own.
+`here` is this machine's own accelerator. Prints JSON: `least`, the bytes of the smallest packed array of one layer,
+experts or cache; `kernels`, how often the decode loop calls each; `large`, every instruction that leaves an array of at
+least `least` bytes (operation and shape), but for what names, groups or passes on other arrays, and for kernels that
+write the cache in place; apart those outside all loops. Needs a process of its own, and libtpu (`pip install .[tpu]`)
+or jax-triton, triton and the plugin of JAX for CUDA, which compiles without a driver.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 # A layer's packed arrays, the smallest of which are scales of `down` (32 x 24 x 512 bytes), are larger than the dense
@@ -30,6 +32,7 @@ MODEL = {
     "experts_per_token": 2,
     "expert_hidden_size": 384,
 }
+DATA = Path(__file__).resolve().parents[2] / "data"
 PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS, CHUNK = 4, 2, 768, 23808, 4
 PASSED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -57,7 +60,25 @@ def instructions(hlo: str) -> Iterator[Instruction]:
                 yield Instruction(computation, found.group(2), names, max(sizes, default=0), line)
 
 
-def compiled(here: bool) -> tuple[str, int]:
+def gpu_device():
+    """An H200 that is not there, and kernels chosen as on one."""
+    import jax_triton
+    from jax.experimental import topologies
+
+    from kernels_pallas import implementations, triton_bridge
+
+    implementations.backend = lambda: "gpu"
+    triton_bridge.unavailable = lambda: None
+    jax_triton.triton_lib.triton_kernel_call_lib.get_compute_capability = lambda device: 90
+    return topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="h200",
+        topology="1x1x1",
+        target_config=(DATA / "h200_target.txtpb").read_text(),
+    ).devices[0]
+
+
+def compiled(platform: str) -> tuple[str, int]:
     """The optimised HLO of `Sampler._decode`, and the bytes of the smallest packed array of a layer."""
     import jax
     import jax.numpy as jnp
@@ -72,6 +93,7 @@ def compiled(here: bool) -> tuple[str, int]:
     from trace_jax.quant import QuantPlan, arranged_for_kernels, rollout_weights
     from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
 
+    device = gpu_device() if platform == "gpu" else None  # before anything is traced
     model, plan = ModelConfig(**MODEL), QuantPlan()
     graphdef, masters = abstract(model)
     sampler = Sampler(
@@ -89,16 +111,17 @@ def compiled(here: bool) -> tuple[str, int]:
     )
     state = jax.eval_shape(sampler._prefill, params, tokens, lengths)[0]
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), PROMPTS * GROUP))
-    if here:
+    if platform == "here":
         lowered = Sampler._decode.trace(sampler, params, state, keys).lower()
     else:
-        device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+        device = device or topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
         place = SingleDeviceSharding(device)
         arguments = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (params, state, keys)
         )
-        with target(Target(generation=5)):
-            lowered = Sampler._decode.trace(sampler, *arguments).lower(lowering_platforms=("tpu",))
+        with contextlib.nullcontext() if platform == "gpu" else target(Target(generation=5)):
+            traced = Sampler._decode.trace(sampler, *arguments)
+            lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
     kinds = (Fp4Array, TiledFp4Array)
     leaves = jax.tree.leaves((params, state.cache), is_leaf=lambda a: isinstance(a, kinds))
     packed = [a for a in leaves if isinstance(a, kinds)]
@@ -130,11 +153,11 @@ def report(hlo: str, least: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--here", action="store_true", help="compile for this machine's accelerator")
-    here = parser.parse_args().here
-    if not here:
+    parser.add_argument("platform", choices=("tpu", "gpu", "here"))
+    platform = parser.parse_args().platform
+    if platform != "here":
         os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    print(json.dumps(report(*compiled(here))))
+    print(json.dumps(report(*compiled(platform))))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.trace_jax.rollout import decode_hlo
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+GPU_COMPILERS = REPOSITORY / ".compilers" / "gpu"
 # A loop over layers that slices, copies and prefetches, as XLA writes it; what fusions hold inside does not count.
 COPYING = """
 %fused_computation.1 (p: u32[4,32,64,768]) -> u32[1,32,64,768] {
@@ -40,22 +42,26 @@ def test_the_report_names_what_is_large():
     assert decode_hlo.report(COPYING, 256)["large"][1].startswith("copy-start u8[4,8,2,4]")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiling for TPUs needs libtpu: pip install .[tpu]",
-)
-def test_a_decode_step_copies_no_layer_of_weights_or_cache():
+def run(platform: str, **environment: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.trace_jax.rollout.decode_hlo"],
+        [sys.executable, "-m", "tests.trace_jax.rollout.decode_hlo", platform],
         cwd=REPOSITORY,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
         text=True,
         timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for TPUs needs libtpu: pip install .[tpu]",
+)
+def test_a_decode_step_on_a_tpu_copies_no_layer_of_weights_or_cache():
+    found = run("tpu")
     # One loop over all layers. Norm, quantization and low bits of the expert input come from one kernel, those of keys
     # and values from theirs; the input of the down projection is not recorded.
     assert found["kernels"] == {
@@ -70,3 +76,19 @@ def test_a_decode_step_copies_no_layer_of_weights_or_cache():
     assert found["large"] == []
     # Before the loop XLA may lay dense weights out anew; packed ones and the cache are taken as they come.
     assert all(" bf16[" in line for line in found["large_outside_loops"]), found["large_outside_loops"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not GPU_COMPILERS.is_dir(),
+    reason="compiling for GPUs needs JAX's plugin for CUDA: make test-all installs it",
+)
+def test_a_decode_step_on_a_gpu_copies_no_packed_layer():
+    path = os.pathsep.join(filter(None, [str(GPU_COMPILERS), os.environ.get("PYTHONPATH")]))
+    found = run("gpu", PYTHONPATH=path)
+    # Keys and values with their bits, attention and the join of its parts, the expert input with norm and bits, the
+    # down projection's input, and two grouped matmuls.
+    assert found["kernels"] == {"triton": 7}
+    # BF16 weights of the attention are cut out of their stack and joined, and attention leaves FP32 parts.
+    large = [line for key in ("large", "large_outside_loops") for line in found[key]]
+    assert [line for line in large if re.search(r"\b(u8|u32)\[\d", line)] == []
