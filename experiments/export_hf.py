@@ -8,6 +8,7 @@ otherwise.
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import hydra
@@ -84,20 +85,22 @@ def read_masters(config: ExportConfig) -> tuple[ModelConfig, nnx.State, QuantPla
 def source_of(config: ExportConfig) -> str | None:
     """The Hugging Face folder whose tokenizer and further keys of `config.json` go with the export, if there is one.
 
-    Raises:
-        ConfigError: the run began from a folder that is not there any more.
+    A run that began from something that is not there any more says so, and is exported without.
     """
     if config.checkpoint is not None:
         return config.checkpoint
     start = config.run
-    while start is not None and start != SMOLLM2 and not is_hf_folder(start):
-        if not Path(start).exists():
-            raise ConfigError(
-                f"run={config.run} began from {start}, which is not there any more; a tokenizer and the keys of its "
-                "config.json may belong into the export: put it back."
+    while start is not None and not is_hf_folder(start):
+        if start == SMOLLM2 or not RunFolder(Path(start)).config_path.is_file():
+            gone = (
+                "SmolLM2's package, whose files are no folder,"
+                if start == SMOLLM2
+                else f"{start}, which is gone"
             )
+            print(f"{config.run} began from {gone}: no tokenizer goes with the export.", file=sys.stderr)
+            return None
         start = RunFolder(Path(start)).config().get("init_from")
-    return None if start == SMOLLM2 else start
+    return start
 
 
 def export(config: ExportConfig) -> None:

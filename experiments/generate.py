@@ -38,9 +38,10 @@ from trace_jax.hf import is_hf_folder, load_model, load_quantized, read_model_co
 from trace_jax.hf.layouts import layout_of
 from trace_jax.models import ModelConfig, abstract, init_cache, run_like
 from trace_jax.quant import QuantPlan, rollout_weights
-from trace_jax.rl.run import SMOLLM2, load_params
+from trace_jax.rl.run import SMOLLM2, load_params, own_tokenizer
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, random_rollout_weights
-from trace_jax.tasks import make_task
+from trace_jax.runs import describe_environment
+from trace_jax.tasks import ChatConfig, conversation, make_task
 
 PRECISIONS = ("bf16", "nvfp4", "mxfp4")
 
@@ -82,10 +83,11 @@ def nbytes(tree: Any) -> int:
 
 
 class Start(NamedTuple):
-    """What `init_from` is: the model, its tokenizer, and the parameters as a rollout holds them, when called."""
+    """What `init_from` is: model, tokenizer, what a run's chats were like, and the rollout's parameters when called."""
 
     model: ModelConfig
     tokenizer: Tokenizer | None
+    chat: ChatConfig
     weights: Callable[[], nnx.State]
 
 
@@ -96,6 +98,7 @@ def start_of(generate: GenerateConfig) -> Start:
         ConfigError: no vocabulary is known, or the tokenizer is not the checkpoint's or has ids that the model has not.
     """
     folder, model, own, plan = generate.init_from, generate.model, None, generate.plan
+    chat = ChatConfig()
     if folder is None:
         weights = functools.partial(random_rollout_weights, plan=plan, key=jax.random.key(generate.seed))
     elif folder == SMOLLM2:
@@ -117,10 +120,10 @@ def start_of(generate: GenerateConfig) -> Start:
             )
     else:
         model, task, _ = run_model(folder)
-        own = make_task(task).tokenizer
+        own, chat = make_task(task).tokenizer, task.chat or chat
         weights = functools.partial(_packed, lambda model: load_params(folder, model), plan=plan)
     if generate.tokenizer is not None:
-        check_own_tokenizer(folder, generate.tokenizer, key="tokenizer")
+        check_own_tokenizer(own_tokenizer(folder), generate.tokenizer, key="tokenizer")
     tokenizer = own if generate.tokenizer is None else generate.tokenizer
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
@@ -135,7 +138,7 @@ def start_of(generate: GenerateConfig) -> Start:
         )
     if generate.prompt is not None and tokenizer is None:
         raise ConfigError("a prompt needs a tokenizer: bytes, smollm2 or a folder with a tokenizer.json.")
-    return Start(model, tokenizer, functools.partial(weights, model))
+    return Start(model, tokenizer, chat, functools.partial(weights, model))
 
 
 def _packed(
@@ -166,22 +169,23 @@ def memory(model: ModelConfig, plan: QuantPlan | None) -> dict[str, float]:
     }
 
 
-def prompts_of(generate: GenerateConfig, model: ModelConfig, tokenizer) -> list[np.ndarray]:
+def prompts_of(generate: GenerateConfig, start: Start) -> list[np.ndarray]:
     if generate.prompt is None:
         rng = np.random.default_rng(generate.seed)
-        ids = rng.integers(0, model.vocab_size, (generate.sequences, generate.prompt_tokens))
+        ids = rng.integers(0, start.model.vocab_size, (generate.sequences, generate.prompt_tokens))
         return list(ids.astype(np.int32))
-    text = generate.prompt
+    text, tokenizer = generate.prompt, start.tokenizer
     if isinstance(tokenizer, HfTokenizer) and tokenizer.has_chat_template:
-        text = tokenizer.chat([{"role": "user", "content": text}])
+        text = conversation(tokenizer, text, start.chat)
     return [np.asarray(encode_text(tokenizer, text), np.int32)] * generate.sequences
 
 
 def measure(generate: GenerateConfig) -> dict[str, Any]:
     """Generates twice; see the module."""
-    model, tokenizer, weights = start_of(generate)
-    prompts = prompts_of(generate, model, tokenizer)
-    params = weights()
+    start = start_of(generate)
+    model, tokenizer = start.model, start.tokenizer
+    prompts = prompts_of(generate, start)
+    params = start.weights()
     sampler = Sampler(
         abstract(model)[0],
         model,
@@ -195,13 +199,13 @@ def measure(generate: GenerateConfig) -> dict[str, Any]:
     )
     keys = jax.random.split(jax.random.key(generate.seed), len(prompts))
     for _ in range(2):
-        start = time.perf_counter()
+        begun = time.perf_counter()
         trajectories = sampler.generate(params, prompts, keys, weight_version=0)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - begun
     sampled = int(trajectories.sampled.sum())
     stats = jax.local_devices()[0].memory_stats() or {}
     result = {
-        "device": jax.devices()[0].device_kind,
+        "environment": describe_environment(),
         "precision": generate.precision,
         **memory(model, generate.plan),
         "bf16": memory(model, None),

@@ -10,6 +10,7 @@ MXFP4. Prints a table of nats a token and the rise over BF16, and writes it to `
 import dataclasses
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ import numpy as np
 from flax import nnx
 from omegaconf import DictConfig
 
-from experiments.common import CONFIGS, enable_compilation_cache, script
+from experiments.common import CONFIGS, enable_compilation_cache, run_model, script
 from trace_jax.config import ConfigError, from_mapping
 from trace_jax.hf import is_hf_folder, read_model_config
 from trace_jax.models import ModelConfig, abstract, init_cache, run_like
-from trace_jax.quant import Bf16Numerics, PackedNumerics, QuantPlan, rollout_weights
-from trace_jax.rl.run import load_params
+from trace_jax.quant import Bf16Numerics, PackedNumerics, PlanError, QuantPlan, rollout_weights
+from trace_jax.rl.run import SMOLLM2, load_params
 from trace_jax.runs import describe_environment
 
 PLANS: dict[str, QuantPlan | None] = {"bf16": None} | {
@@ -37,7 +38,10 @@ PLANS: dict[str, QuantPlan | None] = {"bf16": None} | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LikelihoodConfig:
-    """`init_from`: a run, a Hugging Face folder (then also the model), or `smollm2`. `tokens`: the npz file."""
+    """`init_from`: a run or a BF16 Hugging Face folder, which also say what the model is, or `smollm2`.
+
+    `tokens`: the npz file.
+    """
 
     model: ModelConfig
     init_from: str
@@ -85,15 +89,24 @@ def log_likelihoods(
 
 
 def measure(config: LikelihoodConfig) -> dict[str, float]:
-    """Mean negative log-likelihood by precision, in nats a token."""
+    """Mean negative log-likelihood by precision, in nats a token; without those whose blocks do not fit the model."""
     model = config.model
     if is_hf_folder(config.init_from):
         model = run_like(read_model_config(config.init_from)[2], model)
+    elif config.init_from != SMOLLM2:
+        model = run_model(config.init_from)[0]
     tokens = jnp.asarray(read_tokens(config.tokens, model.vocab_size))
     masters = load_params(config.init_from, model)
-    return {
-        name: -float(log_likelihoods(model, plan, masters, tokens).mean()) for name, plan in PLANS.items()
-    }
+    found = {}
+    for name, plan in PLANS.items():
+        try:
+            if plan is not None:
+                plan.check(**model.contractions)
+        except PlanError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        found[name] = -float(log_likelihoods(model, plan, masters, tokens).mean())
+    return found
 
 
 def table(found: dict[str, float]) -> str:

@@ -11,6 +11,7 @@ from tests.experiments.settings import composed, run_config
 from tests.trace_jax import small
 from tests.trace_jax.families import FAMILIES, ROOT, config_of
 from trace_jax.config import ConfigError, from_mapping
+from trace_jax.data import TokenizerError
 from trace_jax.hf import load_model
 from trace_jax.models import abstract
 from trace_jax.quant import QuantPlan
@@ -81,6 +82,8 @@ def test_a_run_says_what_its_model_and_tokenizer_are(tmp_path):
     start = start_of(config(folder))
     assert start.model == with_vocabulary(run.model, run.task)
     assert start.tokenizer.vocab_size == start.model.vocab_size
+    with pytest.raises(TokenizerError, match="character 'H' at position 0"):
+        measure(config(folder, "prompt=Hi"))
     found = measure(config(folder, "prompt='1+2='", "max_new_tokens=4"))
     assert len(start.tokenizer.encode(found["texts"][0])) <= 4  # its characters
 

@@ -100,6 +100,28 @@ def test_an_export_is_checked_with_its_own_values(monkeypatch, capsys, tmp_path)
     assert np.array_equal(*logits)
 
 
+def test_a_run_knows_the_folder_that_it_began_from(tmp_path, capsys):
+    """Through a warm start; what is gone, or no folder, is said."""
+    for name, start in (
+        ("warm", QWEN),
+        ("run", tmp_path / "warm"),
+        ("lost", tmp_path / "gone"),
+        ("smol", "smollm2"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"init_from: {start}\n")
+
+    def source(name):
+        return export_hf.source_of(export_config("format=bf16", f"out={tmp_path}", f"run={tmp_path / name}"))
+
+    assert source("run") == source("warm") == str(QWEN)
+    assert source("lost") is source("smol") is None
+    said = capsys.readouterr().err
+    assert (
+        f"began from {tmp_path / 'gone'}, which is gone: no tokenizer" in said and "SmolLM2's package" in said
+    )
+
+
 def test_gpt_oss_leaves_in_mxfp4_as_it_came(tmp_path):
     """Values are the folder's; codes are those of a rollout of its masters."""
     folder, dense = in_mxfp4(TINY / "gpt_oss", tmp_path)

@@ -30,6 +30,14 @@ def test_bf16_has_the_likelihood_of_the_reference_logits():
     assert f"| nvfp4, cache | {found['nvfp4, cache']:.4f} |" in table(found)
 
 
+def test_formats_whose_blocks_do_not_fit_are_left_out_and_said(capsys):
+    folder = ROOT / "deepseek_v3"  # a cached vector of 40 + 8 values is no multiple of 32
+    found = measure(config(f"init_from={folder}", f"tokens={folder / 'reference.npz'}", "model=tiny_moe"))
+    said = capsys.readouterr().err
+    assert set(PLANS) - set(found) == {name for name in PLANS if f"{name}: " in said} != set()
+    assert {"bf16", "nvfp4, experts and cache"} <= set(found)
+
+
 @pytest.mark.slow
 def test_what_fp4_costs_smollm2():
     pytest.importorskip("gguf")

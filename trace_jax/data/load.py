@@ -30,25 +30,22 @@ def load_tokenizer(name: str) -> Tokenizer:
     return HfTokenizer.from_folder(name)
 
 
-def check_own_tokenizer(checkpoint: str | None, tokenizer: str | None, *, key: str) -> None:
-    """Checks that a checkpoint that comes with a tokenizer is used with that one, and so with its end tokens.
+def check_own_tokenizer(own: str | None, tokenizer: str | None, *, key: str) -> None:
+    """Checks that a checkpoint is used with the tokenizer that its ids are of, and so with its end tokens.
 
     Args:
-      checkpoint: `smollm2` or a folder; a folder without a `tokenizer.json` (a run) takes any tokenizer, as None does.
-      tokenizer: as `load_tokenizer` takes it; None is the task's own.
-      key: where the config names the tokenizer.
+      own: the checkpoint's tokenizer, as `load_tokenizer` takes it; None, if it names none, takes any.
+      tokenizer: the one that is used; None is the task's own.
+      key: where the config names that.
 
     Raises:
       ConfigError: another tokenizer.
     """
-    if checkpoint is None or tokenizer == checkpoint:
+    if own is None or tokenizer == own:
         return
-    if checkpoint != _SMOLLM2:
-        if not (Path(checkpoint) / "tokenizer.json").is_file():
-            return
-        if tokenizer is not None and Path(tokenizer).resolve() == Path(checkpoint).resolve():
-            return
+    if tokenizer is not None and Path(tokenizer).resolve() == Path(own).resolve():
+        return
     raise ConfigError(
-        f"init_from={checkpoint} has a tokenizer of its own, but {key} is {tokenizer or 'not set'}: the model would "
-        f"read the ids as other words. Set {key}={checkpoint}."
+        f"init_from has a tokenizer of its own, {own}, but {key} is {tokenizer or 'not set'}: the model would read the "
+        f"ids as other words. Set {key}={own}."
     )

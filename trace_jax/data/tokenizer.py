@@ -68,12 +68,12 @@ class CharTokenizer:
         self._ids = {char: _FIRST + index for index, char in enumerate(alphabet)}
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError, naming the character, for one outside the alphabet."""
+        """Raises TokenizerError, naming the character, for one outside the alphabet."""
         try:
             return [self._ids[char] for char in text]
         except KeyError as error:
             char = error.args[0]
-            raise ValueError(
+            raise TokenizerError(
                 f"character {char!r} at position {text.index(char)} of {text!r} is not in the alphabet "
                 f"{self.alphabet!r}"
             ) from None

@@ -77,6 +77,16 @@ def with_vocabulary(model: ModelConfig, task_config: TaskConfig) -> ModelConfig:
     return model
 
 
+def own_tokenizer(init_from: str | None) -> str | None:
+    """Name of the tokenizer that a checkpoint's ids are of: a folder's own, or that of a run's task; else None."""
+    if init_from is None or init_from == SMOLLM2:
+        return init_from
+    if (Path(init_from) / "tokenizer.json").is_file():
+        return init_from
+    run = RunFolder(Path(init_from))
+    return run.config().get("task", {}).get("tokenizer") if run.config_path.is_file() else None
+
+
 def with_checkpoint(config: RunConfig) -> RunConfig:
     """A run that starts from a Hugging Face folder gets that folder's model; `dtype` and `remat` stay its own.
 
@@ -84,7 +94,7 @@ def with_checkpoint(config: RunConfig) -> RunConfig:
         CheckpointFormatError: a `config.json` that is not of a known family, or not honoured.
         ConfigError: the weights come with a tokenizer, and the task uses another.
     """
-    check_own_tokenizer(config.init_from, config.task.tokenizer, key="task.tokenizer")
+    check_own_tokenizer(own_tokenizer(config.init_from), config.task.tokenizer, key="task.tokenizer")
     if not is_hf_folder(config.init_from):
         return config
     return dataclasses.replace(config, model=run_like(read_model_config(config.init_from)[2], config.model))

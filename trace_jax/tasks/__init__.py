@@ -7,7 +7,7 @@ from trace_jax.config import from_mapping
 from trace_jax.data import Problem, load_tokenizer
 from trace_jax.tasks.arithmetic import ArithmeticConfig, ArithmeticTask
 from trace_jax.tasks.base import Split, Task, TaskError
-from trace_jax.tasks.chat import ChatConfig, ChatTask
+from trace_jax.tasks.chat import ChatConfig, ChatTask, conversation
 from trace_jax.tasks.jsonl import JsonlConfig, JsonlTask
 from trace_jax.tasks.reasoning_gym import ReasoningGymTask
 
@@ -24,6 +24,7 @@ __all__ = [
     "Task",
     "TaskConfig",
     "TaskError",
+    "conversation",
     "make_task",
 ]
 

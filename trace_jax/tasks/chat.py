@@ -26,6 +26,18 @@ class ChatConfig:
         datetime.date.fromisoformat(self.date)  # its ValueError names the text
 
 
+def conversation(tokenizer: HfTokenizer, text: str, config: ChatConfig) -> str:
+    """A user's message in the tokenizer's chat template, up to where the assistant answers.
+
+    Raises:
+      TokenizerError: the template refuses the conversation, or takes no such variable.
+    """
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    messages = [*system, {"role": "user", "content": text}]
+    date = datetime.date.fromisoformat(config.date)
+    return tokenizer.chat(messages, date=date, variables=config.variables)
+
+
 class ChatTask:
     """A task whose prompts are conversations; problems and scores are the task's own.
 
@@ -43,9 +55,7 @@ class ChatTask:
         self.tokenizer = task.tokenizer
         self.max_prompt_tokens = task.max_prompt_tokens
         self._task = task
-        self._system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        self._date = datetime.date.fromisoformat(config.date)
-        self._variables = config.variables
+        self._config = config
 
     def __len__(self) -> int:
         return len(self._task)
@@ -57,9 +67,7 @@ class ChatTask:
           TokenizerError: the template refuses the conversation, or takes no such variable.
         """
         problem = self._task.sample(index)
-        messages = [*self._system, {"role": "user", "content": problem.prompt}]
-        prompt = self.tokenizer.chat(messages, date=self._date, variables=self._variables)
-        return dataclasses.replace(problem, prompt=prompt)
+        return dataclasses.replace(problem, prompt=conversation(self.tokenizer, problem.prompt, self._config))
 
     def score(self, completion: str, problem: Problem) -> float:
         return self._task.score(completion, problem)

@@ -65,3 +65,13 @@ def test_the_chat_of_a_task_sets_variables_of_the_template(checkpoint):
     chat = ChatConfig(variables={"think": False})
     loop = make_loop(with_checkpoint(config(checkpoint, checkpoint, chat=chat)))
     assert loop.task.sample(0).prompt.endswith("=</s>")
+
+
+def test_a_run_names_the_tokenizer_of_its_ids(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.yaml").write_text(f"task: {{tokenizer: {checkpoint}}}\n")
+    assert with_checkpoint(config(str(folder), checkpoint)).init_from == str(folder)
+    with pytest.raises(ConfigError, match=rf"Set task\.tokenizer={checkpoint}\."):
+        with_checkpoint(config(str(folder), "bytes"))
+    (folder / "config.yaml").write_text("task: {tokenizer: null}\n")
+    with_checkpoint(config(str(folder), "bytes"))  # the task's own characters are no name
