@@ -55,6 +55,11 @@ class ChatTemplate:
             return self._template.render(given)
         except jinja2.UndefinedError as error:
             raise TokenizerError(f"the chat template needs what it was not given: {error.message}") from error
+        except RecursionError as error:
+            raise TokenizerError(
+                "the chat template calls itself without end, or the conversation is nested too deeply: "
+                f"{error}"
+            ) from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise TokenizerError(f"the chat template refused the conversation: {error}") from error
 

@@ -11,6 +11,10 @@ import tokenizers
 from trace_jax.data.tokenizer import TokenizerError
 
 _CONFIG = "tokenizer_config.json"
+_MAP = "special_tokens_map.json"
+_ADDED = "added_tokens.json"
+_DECODER = "added_tokens_decoder"
+_EXTRA = "extra_special_tokens"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Names of tokens that only some models have. `add_bos_token` is a setting.
 _FURTHER_NAMES = re.compile("(?!add_).*_token")
@@ -20,8 +24,11 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 class TokenizerFiles:
     """A folder with `tokenizer.json` and `tokenizer_config.json`, and perhaps those of the model.
 
+    Where `tokenizer_config.json` has no `added_tokens_decoder`, an older `special_tokens_map.json` takes precedence
+    over what it says of special tokens, and `added_tokens.json` says which tokens there are besides.
+
     Attributes:
-      tokenizer: with all of the tokens that either file names; it neither cuts nor pads.
+      tokenizer: with all of the tokens that the files name; it neither cuts nor pads.
 
     Raises:
       TokenizerError: one of the two is missing; here and in every method, a file is not what it should be. Also a token
@@ -33,6 +40,14 @@ class TokenizerFiles:
         self._path = folder / _CONFIG
         self.tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._config = _read_json(self._path)
+        self._is_old = _DECODER not in self._config
+        self._said = str(self._path)  # where special tokens are named, for errors
+        if self._is_old and (folder / _MAP).is_file():
+            self._said += f" or {_MAP}"
+            older = _read_json(folder / _MAP)
+            lists = [x for x in (self._config.get(_EXTRA), older.get(_EXTRA)) if isinstance(x, list)]
+            both = {_EXTRA: lists[0] + lists[1]} if len(lists) == 2 else {}
+            self._config = {**self._config, **older, **both}
         self._add_tokens()
 
     def named_tokens(self) -> dict[str, tokenizers.AddedToken]:
@@ -87,51 +102,69 @@ class TokenizerFiles:
 
     def _extra(self) -> list[Any] | dict[str, Any]:
         """Special tokens of the model's own: a list, or by name."""
-        extra = self._config.get("extra_special_tokens") or self._config.get("additional_special_tokens")
-        return _typed(list | dict, extra or [], "additional_special_tokens", self._path)
+        extra = self._config.get(_EXTRA) or self._config.get("additional_special_tokens")
+        return _typed(list | dict, extra or [], "additional_special_tokens", self._said)
 
     def _add_tokens(self) -> None:
         tokenizer, named, extra = self.tokenizer, self.named_tokens(), self._extra()
         contents = {token.content for token in named.values()}
-        for id_, token in sorted(self._stated().items()):
+        listed = [
+            self._token("additional_special_tokens", x) for x in (extra if isinstance(extra, list) else [])
+        ]
+        if self._is_old:
+            # What `additional_special_tokens` lists is read there as it is below: a token, but no special one.
+            special = contents | {token.content for token in listed if self._config.get(_EXTRA)}
+            stated, path = self._stated_of_old(special), self._folder / _ADDED
+        else:
+            stated, path = self._stated(), self._path
+        for id_, token in sorted(stated, key=lambda pair: pair[0]):
             token.special = token.special or token.content in contents
             tokenizer.add_tokens([token])
             found = tokenizer.token_to_id(token.content)
             if found != id_:
                 raise TokenizerError(
-                    f"{self._path} says that {token.content!r} is token {id_}, but tokenizer.json makes it {found}: "
+                    f"{path} says that {token.content!r} is token {id_}, but tokenizer.json makes it {found}: "
                     "the two files do not belong together"
                 )
         added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        listed = extra if isinstance(extra, list) else []
-        further = [("special token", self._token("additional_special_tokens", value)) for value in listed]
-        for name, token in [*named.items(), *further]:
+        for name, token in [*named.items(), *(("special token", token) for token in listed)]:
             if tokenizer.token_to_id(token.content) is None:
                 raise TokenizerError(
-                    f"the {name} {token.content!r} of {self._path} is not in the tokenizer's vocabulary, and "
-                    "added_tokens_decoder gives it no id"
+                    f"the {name} {token.content!r} of {self._said} is not in the tokenizer's vocabulary, and "
+                    f"{_ADDED if self._is_old else _DECODER} gives it no id"
                 )
             token = added.setdefault(token.content, token)
             token.special = token.special or name in named
             tokenizer.add_tokens([token])
 
-    def _stated(self) -> dict[int, tokenizers.AddedToken]:
+    def _stated(self) -> list[tuple[int, tokenizers.AddedToken]]:
         """Tokens by the ids that they are said to have."""
-        key = "added_tokens_decoder"
-        stated = self._config.get(key) or {}
+        stated = self._config[_DECODER] or {}
         if not isinstance(stated, dict) or not all(id_.isdecimal() for id_ in stated):
-            raise TokenizerError(f"{self._path} has {key}={stated!r}; expected tokens by their ids")
-        return {int(id_): self._token(key, value) for id_, value in stated.items()}
+            raise TokenizerError(f"{self._path} has {_DECODER}={stated!r}; expected tokens by their ids")
+        return [(int(id_), self._token(_DECODER, value)) for id_, value in stated.items()]
+
+    def _stated_of_old(self, special: set[str]) -> list[tuple[int, tokenizers.AddedToken]]:
+        """Tokens of the older file. It has no flags: those of `tokenizer.json` hold, where it has the token."""
+        path = self._folder / _ADDED
+        added = {token.content: token for token in self.tokenizer.get_added_tokens_decoder().values()}
+        return [
+            (
+                _typed(int, id_, content, path),
+                added.get(content, tokenizers.AddedToken(content, special=content in special)),
+            )
+            for content, id_ in (_read_json(path) if path.is_file() else {}).items()
+        ]
 
     def _token(self, key: str, value: Any) -> tokenizers.AddedToken:
         """Tokens are written as text, or as an object with their text in `content` and flags."""
         if isinstance(value, str):
             return tokenizers.AddedToken(value, special=True)
         if isinstance(value, dict) and isinstance(value.get("content"), str):
-            special = key != "added_tokens_decoder"
+            special = key != _DECODER
             flags = {name: value[name] for name in _FLAGS if name in value}
             return tokenizers.AddedToken(value["content"], **({"special": special} | flags))
-        raise TokenizerError(f"{self._path} has {key}={value!r}; expected text, or an object with content")
+        raise TokenizerError(f"{self._said} has {key}={value!r}; expected text, or an object with content")
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -149,7 +182,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _typed(kind: Any, value: Any, key: str, path: Path) -> Any:
+def _typed(kind: Any, value: Any, key: str, path: Path | str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TokenizerError(f"{path} has {key}={value!r}; expected {getattr(kind, '__name__', kind)}")
     return value

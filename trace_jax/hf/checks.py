@@ -56,16 +56,17 @@ def _beyond_weight_only(row_exponent: jax.Array) -> jax.Array:
 
 
 def _product_vanishes(exponent: int, row_exponent: jax.Array) -> jax.Array:
-    """Bytes e whose 2^e times 2^exponent is 0 or infinite in FP32, which has powers from 2^-149 to 2^127."""
+    """Bytes e for which 2^e times 2^exponent, or its inverse, is no normal FP32 number (2^-126 to 2^127)."""
     product = row_exponent.astype(jnp.int32) - ROW_EXPONENT_BIAS + exponent
-    return (product < -149) | (product > 127)
+    return (product < -126) | (product > 126)
 
 
 NAN = "is NaN: the block held NaN or infinity when it was quantized. Export an earlier step."
 CODES = ("words", _minus_zero, "holds the code of -0, which no quantizer here writes: the words are damaged.")
 NO_PRODUCT = (
-    "times the input scale {!r} is 0 or infinity in FP32: engines multiply every sum by this product. Choose an input "
-    "scale closer to 1, or export without input scales."
+    "times the input scale {!r} is not between 2^-126 and 2^126: engines multiply sums by this product or divide by it "
+    "in FP32, and take numbers below 2^-126 for 0. Choose an input scale for which it is, or export without input "
+    "scales."
 )
 E8M0 = (("scales", _nan_e8m0, NAN), CODES)
 ALWAYS = (

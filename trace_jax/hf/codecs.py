@@ -101,6 +101,10 @@ class E4M3Bytes(Codec):
         scales = stored.view(np.uint8)
         if (scales & 0x7F == 0x7F).any():
             raise CodecError(f"a block's scale is NaN; {DAMAGED}")
+        if (scales >= 0x80).any():
+            raise CodecError(
+                "a block's scale is negative, which no quantizer writes: the checkpoint is damaged. Take another copy."
+            )
         return scales
 
     def encode(self, x: np.ndarray) -> np.ndarray:

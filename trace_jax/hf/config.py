@@ -157,7 +157,8 @@ def rope_config(
             family has no such key.
 
     Raises:
-        CheckpointFormatError: a kind or a key that the model does not honour, or two places that differ.
+        CheckpointFormatError: a kind or a key that the model does not honour, two places that differ, or a share
+            outside (0, 1].
     """
     outer = {name: hf.get(name, kind=NUMBER) for name in ("rope_theta", "partial_rotary_factor")}
     outer = {name: value for name, value in outer.items() if value is not None}
@@ -175,6 +176,11 @@ def rope_config(
         rope.require("partial_rotary_factor", 1.0, None)
     else:
         share = rope.get("partial_rotary_factor", kind=NUMBER, default=share)
+        if not 0 < share <= 1:
+            raise CheckpointFormatError(
+                f"config.json has partial_rotary_factor={share!r}; expected the share of a head that is rotated, above "
+                "0 and at most 1."
+            )
     rope_type = rope.get("rope_type", "type", kind=NAME, default="default")
     if rope_type not in ("default", "yarn"):
         raise CheckpointFormatError(

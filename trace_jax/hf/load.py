@@ -104,7 +104,7 @@ def _load_part(
     folder: Folder, mapping: Mapping, param: str, wanted: tuple[range, ...], dtype, device: jax.Device
 ) -> jax.Array:
     packed = param not in mapping.shapes
-    read = read_values if packed else read_block
+    read = read_values if packed else functools.partial(read_block, dtype=dtype)
     layers = wanted[:1] if mapping.links[f"{param}.words" if packed else param][0].per_layer else ()
     rest = wanted[len(layers) :]
     rows = _rows_of_a_block(rest, folder.largest_file // BLOCKS_OF_A_FILE)
@@ -132,7 +132,12 @@ def _set_block(whole: jax.Array, block: jax.Array, at: tuple[jax.Array, ...]) ->
 
 
 def read_block(
-    folder: Folder, mapping: Mapping, param: str, index: tuple[int, ...], wanted: Sequence[range]
+    folder: Folder,
+    mapping: Mapping,
+    param: str,
+    index: tuple[int, ...],
+    wanted: Sequence[range],
+    dtype: jnp.dtype,
 ) -> np.ndarray:
     """One layer's part of a parameter (or of a parameter without layers) in the dtype of the file.
 
@@ -142,23 +147,27 @@ def read_block(
         param: dotted path.
         index: of the layer in the stack; empty for a parameter without layers.
         wanted: positions along the remaining axes.
+        dtype: of the parameter, in which the values have to be finite too.
+
+    Raises:
+        CheckpointFormatError: values that are no numbers, or tensors that differ but share a value; names them.
     """
     links = mapping.links[param]
-    stored = {folder.dtype(mapping.name(link, _first(mapping, link, index))) for link in links}
+    stored = {folder.dtype(mapping.name(link, at)) for link in links for at in _units(link, index, wanted)}
     block: np.ndarray | None = None
     for link in links:
         per_expert = link.leading > len(index)
-        for place, expert in enumerate(wanted[0]) if per_expert else [(None, None)]:
-            at = index if expert is None else (*index, expert)
+        for place, at in enumerate(_units(link, index, wanted)):
             name = mapping.name(link, at)
-            found = _read_part(folder, name, link, mapping.ours(link), wanted[1:] if per_expert else wanted)
+            part_wanted = wanted[1:] if per_expert else wanted
+            found = _read_part(folder, name, link, mapping.ours(link), part_wanted, dtype)
             if found is None:
                 continue
             part, values = found
             if block is None:
-                dtype = values.dtype if len(stored) == 1 else np.float32
-                block = np.empty([len(r) for r in wanted], dtype)
-            unit = block if place is None else block[place : place + 1].reshape(block.shape[1:])
+                block_dtype = values.dtype if len(stored) == 1 else np.float32
+                block = np.empty([len(r) for r in wanted], block_dtype)
+            unit = block[place : place + 1].reshape(block.shape[1:]) if per_expert else block
             if not link.same:
                 put(unit, part, link.axis, values)
             elif not np.array_equal(take(unit, part, link.axis), values):
@@ -177,11 +186,14 @@ def read_values(
     *lead, inputs, columns = wanted
     first, last = inputs.start // MXFP4.block, -(-inputs.stop // MXFP4.block)
     words = range(first * MXFP4.block // CODES_PER_WORD, last * MXFP4.block // CODES_PER_WORD)
+    blocks = range(first, last)
+    codes = read_block(folder, mapping, f"{param}.words", index, (*lead, words, columns), jnp.dtype("uint32"))
+    scales = read_block(
+        folder, mapping, f"{param}.scales", index, (*lead, blocks, columns), jnp.dtype("uint8")
+    )
     packed = Fp4Array(
-        words=jnp.asarray(read_block(folder, mapping, f"{param}.words", index, (*lead, words, columns))),
-        scales=jnp.asarray(
-            read_block(folder, mapping, f"{param}.scales", index, (*lead, range(first, last), columns))
-        ),
+        words=jnp.asarray(codes),
+        scales=jnp.asarray(scales),
         row_exponent=jnp.full([len(r) for r in lead], ROW_EXPONENT_BIAS, jnp.uint8),
         format=MXFP4,
         axis=-2,
@@ -193,12 +205,13 @@ def read_values(
 _dequantized = jax.jit(functools.partial(dequantize, dtype=jnp.float32))
 
 
-def _first(mapping: Mapping, link: Link, index: tuple[int, ...]) -> tuple[int, ...]:
-    return index if link.leading == len(index) else (*index, 0)
+def _units(link: Link, index: tuple[int, ...], wanted: Sequence[range]) -> list[tuple[int, ...]]:
+    """Leading indices of the tensors of a block: of each expert, where experts have tensors of their own."""
+    return [index] if link.leading == len(index) else [(*index, expert) for expert in wanted[0]]
 
 
 def _read_part(
-    folder: Folder, name: str, link: Link, ours: range, wanted: Sequence[range]
+    folder: Folder, name: str, link: Link, ours: range, wanted: Sequence[range], dtype: jnp.dtype
 ) -> tuple[range, np.ndarray] | None:
     """What a tensor holds of a block: positions along the link's axis of the block, and their values."""
     slices, within, part = [slice(r.start, r.stop) for r in wanted], range(1), range(1)
@@ -225,4 +238,12 @@ def _read_part(
         values = link.codec.decode(folder.read(name, raw))
     except CodecError as error:
         raise CheckpointFormatError(f"{name} in {folder.path / folder.file_of(name)}: {error}") from error
+    if link.codec == PLAIN and jnp.finfo(dtype).max < jnp.finfo(values.dtype).max:
+        with np.errstate(over="ignore"):
+            cast = values.astype(dtype)
+        if not np.isfinite(cast).all():
+            raise CheckpointFormatError(
+                f"{name} in {folder.path / folder.file_of(name)}: it holds {np.abs(values).max()}, which is infinite "
+                f"in {jnp.dtype(dtype).name}. Parameters that `load_model` reads with dtype float32 hold it."
+            )
     return part, take(link.to_unit(values[(..., *rest)]), within, link.axis)

@@ -189,6 +189,7 @@ def copied_files(base: Path | None) -> Sequence[Path]:
         "tokenizer.json",
         "tokenizer_config.json",
         "special_tokens_map.json",
+        "added_tokens.json",
         "chat_template.jinja",
         "merges.txt",
         "vocab.json",

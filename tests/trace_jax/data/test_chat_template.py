@@ -56,6 +56,7 @@ def test_what_is_not_given_prints_as_nothing():
         ("{{ raise_exception('roles must alternate') }}", "refused the conversation: roles must alternate"),
         ("{{ messages.append(1) }}", "refused the conversation: .*unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe|not given"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "calls itself without end"),
         ("{% if %}", "line 1 of the chat template"),
         ("{% generation %}", "line 1 of the chat template"),
     ],

@@ -130,6 +130,58 @@ def test_tokens_of_the_config_are_tokens(save):
     assert tokenizer.decode([a, 260, mark, question, b, 261]) == "ab<think>"  # special ones are left out
 
 
+OLD_NAMES = {
+    "cls_token": {"content": "<|cls|>", "lstrip": True},
+    "additional_special_tokens": ["<|tool|>", "!"],
+}
+OLD_IDS = {"<think>": 262, "<|tool|>": 261, "<|cls|>": 260, "</s>": 2}
+
+
+def test_tokens_of_the_older_files(save):
+    files = {"special_tokens_map.json": json.dumps(OLD_NAMES), "added_tokens.json": json.dumps(OLD_IDS)}
+    template = "{{ cls_token }}{{ bos_token }}"
+    tokenizer = HfTokenizer.from_folder(save(begins=False, files=files, chat_template=template))
+    a, b = tokenizer.encode("ab")
+    (mark,) = tokenizer.encode("!")
+    assert tokenizer.vocab_size == 263
+    assert tokenizer.encode("a<|tool|>b<think><|cls|>") == [a, 261, b, 262, 260]
+    # Special are those with a name, in transformers too.
+    assert tokenizer.decode([a, 260, 261, b, 262]) == "a<|tool|>b<think>"
+    assert tokenizer.decode([mark, a]) == "a"
+    assert tokenizer.chat(MESSAGES) == "<|cls|><s>"
+
+
+def test_older_files_do_not_count_besides_the_newer_key(save):
+    files = {"special_tokens_map.json": json.dumps(OLD_NAMES), "added_tokens.json": json.dumps(OLD_IDS)}
+    folder = save(begins=False, files=files, added_tokens_decoder={"260": stated("<new>")})
+    tokenizer = HfTokenizer.from_folder(folder)
+    assert tokenizer.vocab_size == 261 and len(tokenizer.encode("<new><think>")) == 1 + len("<think>")
+
+
+@pytest.mark.parametrize(
+    ("names", "ids", "message"),
+    [
+        (
+            OLD_NAMES,
+            {},
+            "'<|cls|>' of .* or special_tokens_map.json is not in .*, and added_tokens.json gives",
+        ),
+        (
+            {},
+            {"<new>": 300},
+            "added_tokens.json says that '<new>' is token 300, but tokenizer.json makes it 260",
+        ),
+        ({}, {"<a>": 260, "<b>": 260}, "'<b>' is token 260, but tokenizer.json makes it 261"),
+        ({}, {"<new>": "260"}, "added_tokens.json has <new>='260'; expected int"),
+        ({"pad_token": 0}, {}, "or special_tokens_map.json has pad_token=0; expected text"),
+    ],
+)
+def test_older_files_that_are_refused(save, names, ids, message):
+    files = {"special_tokens_map.json": json.dumps(names), "added_tokens.json": json.dumps(ids)}
+    with pytest.raises(TokenizerError, match=message.replace("|", r"\|")):
+        HfTokenizer.from_folder(save(begins=False, files=files))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

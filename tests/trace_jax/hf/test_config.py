@@ -165,6 +165,12 @@ def test_qwen3_5_says_what_it_rotates(keys, dim, outside):
     assert write_config(config, stated("qwen3_5_moe_text", **keys)) == stated("qwen3_5_moe_text", **keys)
 
 
+@pytest.mark.parametrize("share", [2.0, 1.01, 0.0, -0.25])
+def test_shares_of_a_head_that_cannot_be_rotated(share):
+    said = f"partial_rotary_factor={share}; expected the share of a head"
+    refused(said, "qwen3_5_moe_text", rope_parameters={**DEFAULT, "partial_rotary_factor": share})
+
+
 def test_a_layer_type_for_each_layer():
     types = [LINEAR, FULL]
     by_types = model("qwen3_5_moe_text", layer_types=2 * types)

@@ -162,12 +162,22 @@ def test_a_tied_head_is_no_packed_module(tmp_path, layout):
     assert again.config == config and small.equal_trees(by_path(again.rollout), tied)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "special_tokens_map.json", "added_tokens.json"])
+def test_files_of_the_tokenizer_are_copied(tmp_path, name):
+    source = configured(QWEN, tmp_path / "source")
+    (source / name).write_text('{"kept": 1}')
+    export_bf16(loaded().params, loaded().config, tmp_path / "out", source=source)
+    assert (tmp_path / "out" / name).read_text() == '{"kept": 1}'
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(
     ("leaf", "value", "said"),
     [
         ("scales", 0x7F, "a block's scale is NaN"),
         ("scales", 0xFF, "a block's scale is NaN"),
+        ("scales", 0x80, "a block's scale is negative"),
+        ("scales", 0xB8, "a block's scale is negative"),
         ("matrix_scale", 2.0**-149, "power of two between"),
         ("matrix_scale", 2.0**127, "power of two between"),
     ],

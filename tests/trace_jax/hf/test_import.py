@@ -96,6 +96,29 @@ def test_weights_that_are_no_numbers(tmp_path, name, index, value, dtype):
         load_model(changed(QWEN, tmp_path / "damaged", damage))
 
 
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("model.norm.weight", (63,)), ("model.layers.3.mlp.experts.7.up_proj.weight", (31, 0))],
+)
+def test_weights_beyond_the_range_of_the_parameters(tmp_path, name, index):
+    """BF16 rounds numbers from 2^128 - 2^119 on to infinity."""
+    limit = np.float32(2.0**128 - 2.0**119)
+
+    def with_value(value, folder):
+        def change(tensors):
+            tensors[name] = tensors[name].astype(np.float32)
+            tensors[name][index] = value
+
+        return changed(QWEN, tmp_path / folder, change)
+
+    beyond = with_value(limit, "beyond")
+    with pytest.raises(CheckpointFormatError, match=f"^{re.escape(name)} in .*infinite in bfloat16.*float32"):
+        load_model(beyond, dtype="bfloat16")
+    values = by_path(load_model(beyond).params).values()
+    assert max(float(jnp.abs(x).max()) for x in values) == limit
+    load_model(with_value(np.nextafter(limit, np.float32(0)), "within"), dtype="bfloat16")
+
+
 @pytest.mark.slow
 def test_import_onto_eight_devices(tmp_path):
     found = json.loads(

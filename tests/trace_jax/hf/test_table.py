@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -139,11 +140,26 @@ def test_every_block_is_read_back_and_nothing_else_is_read(case):
             for block in itertools.product(*bounds):
                 wanted = [range(*b) for b in block]
                 folder = InMemory(tensors)
-                found = read_block(folder, mapping, param, index, wanted)
+                found = read_block(folder, mapping, param, index, wanted, expected.dtype)
                 assert np.array_equal(found, layer[tuple(slice(*b) for b in block)])
                 # Scattered positions are read as one range.
                 if all(link.theirs is None for link in mapping.links[param]):
                     assert folder.elements_read == found.size
+
+
+def test_dtypes_of_experts_may_differ():
+    """A block is as wide as the widest of them, whichever comes first."""
+    mapping, params, tensors = laid_out("gate and up per expert")
+    first = [name for name in tensors if ".experts.0." in name]
+    exact = params["moe.gate_up"][0][1:]
+    for name in tensors:
+        if name not in first:
+            tensors[name] += np.float32(2.0**-12)
+    for name in first:
+        tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    wanted = [range(E), range(D), range(2 * F)]
+    found = read_block(InMemory(tensors), mapping, "moe.gate_up", (0,), wanted, jnp.dtype("float32"))
+    assert np.array_equal(found[1:], exact + np.float32(2.0**-12))
 
 
 def test_dtypes_of_one_parameter_may_differ():
@@ -151,7 +167,8 @@ def test_dtypes_of_one_parameter_may_differ():
     for name in tensors:
         if name.endswith("gate"):
             tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
-    found = read_block(InMemory(tensors), mapping, "moe.gate_up", (0,), [range(E), range(D), range(2 * F)])
+    wanted = [range(E), range(D), range(2 * F)]
+    found = read_block(InMemory(tensors), mapping, "moe.gate_up", (0,), wanted, jnp.dtype("float32"))
     assert found.dtype == np.float32
     assert np.array_equal(found[..., F:], params["moe.gate_up"][0][..., F:])
     assert np.array_equal(
