@@ -1,10 +1,11 @@
 """The benchmark of prefill's quantization times what it says."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench_kernels import many, measure
+from experiments.bench_kernels import FEW, MANY, Program, many, measure
 from experiments.prefill_cases import SHAPES, PrefillShape, prefill_cases
 from kernels_pallas.formats import get_format
 from kernels_pallas.quantize import dequantize, quantize
@@ -18,9 +19,9 @@ def test_every_call_rounds_its_own_keys_and_values(name):
     case = CASES[name]
     (rows,) = case.arguments()
     firsts = [jax.tree.map(lambda a, i=i: a + i, rows) for i in range(2)]
-    found = many(case.ours)(firsts)
     format = get_format("nvfp4" if "nvfp4" in name else "mxfp4")
-    for (q, k, v), out in zip(firsts, found, strict=True):
+    for count, (q, k, v) in enumerate(firsts, start=1):  # a program's result is its last call's
+        out = many(case.ours, carried=False)(firsts[:count])
         k, v = (jax.jit(lambda a: dequantize(quantize(a, format)))(a) for a in (k, v))
         expected = (k, v)
         if "attention" in case.op:
@@ -30,12 +31,25 @@ def test_every_call_rounds_its_own_keys_and_values(name):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+def test_what_is_carried_goes_from_call_to_call():
+    program = Program(lambda total, step: total + step, (jnp.zeros(3), jnp.ones(3)), carried=True)
+    np.testing.assert_array_equal(np.asarray(program.firsts[0]), np.full(3, FEW + MANY))
+
+
 def test_a_row_of_the_table_has_both_times(monkeypatch):
-    for name, count in (("FEW", 1), ("MANY", 2), ("REPEATS", 1)):
+    case = CASES["prefill rounding of K and V tiny nvfp4 batch 2 tokens 8 head 32"]
+    for name, count in (("FEW", 1), ("MANY", 2)):
         monkeypatch.setattr(f"experiments.bench_kernels.{name}", count)
-    row = measure(CASES["prefill rounding of K and V tiny nvfp4 batch 2 tokens 8 head 32"], bandwidth=1.0)
-    assert set(row["us"]) == {"ours", "bf16 attention"} and "ratio" in row and "bandwidth_share" in row
+    monkeypatch.setattr("experiments.bench_kernels.timed", lambda programs: dict.fromkeys(programs, 5.0))
+    row = measure(case, bandwidth=1e6)
+    assert set(row["us"]) == {"ours", "bf16 attention"} and row["ratio"] == 1.0 and "bandwidth_share" in row
     assert "without" not in row
+    for us, bandwidth in ((-1.0, 1e6), (5.0, 1.0)):  # less than nothing, and than its bytes take
+        monkeypatch.setattr(
+            "experiments.bench_kernels.timed", lambda programs, us=us: dict.fromkeys(programs, us)
+        )
+        with pytest.raises(RuntimeError, match="the compiler dropped calls"):
+            measure(case, bandwidth=bandwidth)
 
 
 def test_both_parts_are_timed_at_every_shape_and_format():
