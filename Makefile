@@ -9,8 +9,9 @@ STAMP := $(VENV)/.stamp
 RUN := $(VENV)/bin/python
 COMPILERS := .compilers
 PYTEST_ARGS ?=
-# A file runs in one process, so that its fixtures and what it compiled are shared; two files at a time.
-PYTEST = $(RUN) -m pytest -n 2 --dist loadfile
+# A file runs in one process, so that its fixtures and what it compiled are shared; two files at a time. Not reordered: files
+# of few tests, which would come last, are the slow ones.
+PYTEST = $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all lint format clean

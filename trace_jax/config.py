@@ -3,10 +3,12 @@
 import dataclasses
 import difflib
 import enum
+import json
 import math
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import dacite
@@ -18,6 +20,21 @@ T = TypeVar("T")
 
 class ConfigError(ValueError):
     """An unusable configuration; the message names the full dotted key, its value and what is allowed."""
+
+
+def read_json(path: Path, error: type[Exception]) -> dict[str, Any]:
+    """The mapping that a JSON file holds; `error`, which names the file, for a missing one or anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path.parent} has no {path.name}.") from None
+    except IsADirectoryError:
+        raise error(f"{path} is a folder; expected a file.") from None
+    except ValueError as problem:
+        raise error(f"{path} is not JSON: {problem}") from problem
+    if not isinstance(found, dict):
+        raise error(f"{path} holds {type(found).__name__}; expected a mapping.")
+    return found
 
 
 def check_range(

@@ -1,13 +1,13 @@
 """What the files of a Hugging Face folder say of its tokenizer, read as transformers does."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from trace_jax.config import read_json
 from trace_jax.data.tokenizer import TokenizerError
 
 _CONFIG = "tokenizer_config.json"
@@ -39,12 +39,12 @@ class TokenizerFiles:
         self._folder = folder
         self._path = folder / _CONFIG
         self.tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        self._config = _read_json(self._path)
+        self._config = read_json(self._path, TokenizerError)
         self._is_old = _DECODER not in self._config
         self._said = str(self._path)  # where special tokens are named, for errors
         if self._is_old and (folder / _MAP).is_file():
             self._said += f" or {_MAP}"
-            older = _read_json(folder / _MAP)
+            older = read_json(folder / _MAP, TokenizerError)
             lists = [x for x in (self._config.get(_EXTRA), older.get(_EXTRA)) if isinstance(x, list)]
             both = {_EXTRA: lists[0] + lists[1]} if len(lists) == 2 else {}
             self._config = {**self._config, **older, **both}
@@ -95,7 +95,7 @@ class TokenizerFiles:
     def _of_model(self, key: str) -> Iterator[tuple[Any, Path]]:
         """What the model's files say of a key, with the file; multimodal models have a part for text."""
         for path in (self._folder / "config.json", self._folder / "generation_config.json"):
-            config = _read_json(path) if path.is_file() else {}
+            config = read_json(path, TokenizerError) if path.is_file() else {}
             for part in (config, _typed(dict, config.get("text_config") or {}, "text_config", path)):
                 if part.get(key) is not None:
                     yield part[key], path
@@ -153,7 +153,7 @@ class TokenizerFiles:
                 _typed(int, id_, content, path),
                 added.get(content, tokenizers.AddedToken(content, special=content in special)),
             )
-            for content, id_ in (_read_json(path) if path.is_file() else {}).items()
+            for content, id_ in (read_json(path, TokenizerError) if path.is_file() else {}).items()
         ]
 
     def _token(self, key: str, value: Any) -> tokenizers.AddedToken:
@@ -186,15 +186,3 @@ def _typed(kind: Any, value: Any, key: str, path: Path | str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TokenizerError(f"{path} has {key}={value!r}; expected {getattr(kind, '__name__', kind)}")
     return value
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise TokenizerError(f"{path.parent} has no {path.name}") from error
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} holds a {type(content).__name__}; expected an object")
-    return content

@@ -12,10 +12,11 @@ import numpy as np
 from flax import nnx
 
 from kernels_pallas.arrays import Fp4Array
+from trace_jax.config import read_json
 from trace_jax.hf.checks import check_finite, check_input_scales, check_packed
 from trace_jax.hf.codecs import PLAIN
 from trace_jax.hf.families import family_of, write_config
-from trace_jax.hf.folder import CheckpointFormatError, read_json
+from trace_jax.hf.folder import CheckpointFormatError
 from trace_jax.hf.layouts import MXFP4_BLOCKS, BlockLayout, Layout
 from trace_jax.hf.model import by_path, layers_of, mapping_of, repeated_head, shapes_by_path
 from trace_jax.hf.quantization import (
@@ -226,7 +227,9 @@ def _input_scale_tensors(
 
 
 def _config(config: ModelConfig, source: str | Path | None) -> dict[str, Any]:
-    return write_config(config, None if source is None else read_json(Path(source) / "config.json"))
+    return write_config(
+        config, None if source is None else read_json(Path(source) / "config.json", CheckpointFormatError)
+    )
 
 
 def _write_files(folder: Path, hf_config: dict[str, Any], source: str | Path | None) -> None:

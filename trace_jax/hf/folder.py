@@ -11,31 +11,14 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from trace_jax.config import read_json
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 class CheckpointFormatError(ValueError):
     """A folder that is not what it should be; the message names the file, tensor or key."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The mapping that a JSON file holds.
-
-    Raises:
-        CheckpointFormatError: there is no such file, or it holds something else.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointFormatError(f"{path.parent} has no {path.name}.") from None
-    except IsADirectoryError:
-        raise CheckpointFormatError(f"{path} is a folder; expected a file.") from None
-    except ValueError as error:
-        raise CheckpointFormatError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointFormatError(f"{path} holds {type(found).__name__}; expected a mapping.")
-    return found
 
 
 class Folder:
@@ -71,7 +54,7 @@ class Folder:
         """File of each tensor by the index; None for a folder of one file."""
         found = sorted(p.name for p in self.path.glob("*.safetensors") if p.is_file())
         if (self.path / INDEX).exists():
-            index = read_json(self.path / INDEX).get("weight_map")
+            index = read_json(self.path / INDEX, CheckpointFormatError).get("weight_map")
             if not isinstance(index, dict) or not index:
                 raise CheckpointFormatError(f"{self.path / INDEX} has no weight_map.")
             for name, file in index.items():

@@ -11,9 +11,10 @@ from flax import nnx
 
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import ROW_EXPONENT_BIAS, Fp4Format
+from trace_jax.config import read_json
 from trace_jax.hf.export import packed_mapping
 from trace_jax.hf.families import Family, read_config
-from trace_jax.hf.folder import CheckpointFormatError, Folder, read_json
+from trace_jax.hf.folder import CheckpointFormatError, Folder
 from trace_jax.hf.layouts import MXFP4_BLOCKS, layout_of
 from trace_jax.hf.load import check_tensors, load_arrays
 from trace_jax.hf.model import axes_by_path, is_kept_wide, mapping_of, shapes_by_path, to_state
@@ -42,7 +43,7 @@ def read_model_config(path: str | Path) -> tuple[dict[str, Any], Family, ModelCo
     Raises:
         CheckpointFormatError: no such file, an unknown `model_type`, or something that the model does not honour.
     """
-    hf_config = read_json(Path(path) / "config.json")
+    hf_config = read_json(Path(path) / "config.json", CheckpointFormatError)
     return hf_config, *read_config(hf_config)
 
 

@@ -293,7 +293,7 @@ def test_folders_that_are_not_tokenizers(save, tmp_path):
         TokenizerError, match=r"the eos_token '<end>' .* is not in the tokenizer's vocabulary"
     ):
         HfTokenizer.from_folder(save(eos_token="<end>"))
-    for text, message in (("{", "is not JSON"), ("[]", "holds a list; expected an object")):
+    for text, message in (("{", "is not JSON"), ("[]", "holds list; expected a mapping")):
         (folder / "tokenizer_config.json").write_text(text)
         with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json {message}"):
             HfTokenizer.from_folder(folder)
