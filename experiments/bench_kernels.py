@@ -57,19 +57,19 @@ class Program:
     def __init__(self, run: Run, arguments: tuple[Any, ...], carried: bool = False):
         first, *self.rest = arguments
         self.carried = carried
-        self.firsts = [first] * MANY if carried else [jax.tree.map(jnp.copy, first) for _ in range(MANY)]
+        # Of what is carried only the first is read; the others are there to be counted.
+        others = [None if carried else jax.tree.map(jnp.copy, first) for _ in range(MANY - 1)]
+        self.firsts = [first, *others]
         self.run = many(run, carried)
         for count in (FEW, MANY):
             self.seconds(count)
 
     def seconds(self, count: int) -> float:
-        # Of what is carried only the first is read; the others are there to be counted.
-        firsts = [self.firsts[0], *[None] * (count - 1)] if self.carried else self.firsts[:count]
         start = time.perf_counter()
-        result = jax.block_until_ready(self.run(firsts, *self.rest))
+        result = jax.block_until_ready(self.run(self.firsts[:count], *self.rest))
         elapsed = time.perf_counter() - start
         if self.carried:
-            self.firsts = [result] * MANY
+            self.firsts[0] = result
         return elapsed
 
     def sample(self) -> float:

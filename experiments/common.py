@@ -18,12 +18,12 @@ from trace_jax.alignment.summary import ReportError
 from trace_jax.config import ConfigError, from_mapping, to_mapping
 from trace_jax.data import DataError, TokenizerError
 from trace_jax.guidance import RecordError
-from trace_jax.hf import CheckpointFormatError
-from trace_jax.models import GgufError, ModelConfig
+from trace_jax.hf import CheckpointFormatError, is_hf_folder, read_model_config
+from trace_jax.models import GgufError, ModelConfig, run_like
 from trace_jax.parallel import MeshConfig
 from trace_jax.quant import PlanError
 from trace_jax.rl import MethodConfig, NonFiniteError, OptimizerConfig, RLConfig
-from trace_jax.rl.run import with_vocabulary
+from trace_jax.rl.run import SMOLLM2, with_vocabulary
 from trace_jax.rl.supervised import SupervisedConfig
 from trace_jax.runs import CheckpointError, MetricsError, RunFolder, RunFolderError
 from trace_jax.tasks import TaskConfig, TaskError
@@ -101,6 +101,13 @@ def run_model(folder: str) -> tuple[ModelConfig, TaskConfig, dict[str, Any]]:
     stored = RunFolder(Path(folder)).config()
     task = from_mapping(TaskConfig, stored["task"])
     return with_vocabulary(from_mapping(ModelConfig, stored["model"]), task), task, stored
+
+
+def checkpoint_model(init_from: str | None, model: ModelConfig) -> ModelConfig:
+    """What `init_from` says the model is: a Hugging Face folder or a run do, `smollm2` and None leave it to `model`."""
+    if is_hf_folder(init_from):
+        return run_like(read_model_config(init_from)[2], model)
+    return model if init_from in (None, SMOLLM2) else run_model(init_from)[0]
 
 
 def method_config(name: str) -> MethodConfig:

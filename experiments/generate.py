@@ -10,12 +10,9 @@ there is a tokenizer.
 """
 
 import dataclasses
-import functools
 import json
 import math
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
@@ -24,7 +21,7 @@ import numpy as np
 from flax import nnx
 from omegaconf import DictConfig
 
-from experiments.common import CONFIGS, enable_compilation_cache, run_model, script
+from experiments.common import CONFIGS, checkpoint_model, enable_compilation_cache, run_model, script
 from trace_jax.config import ConfigError, check_range, from_mapping
 from trace_jax.data import (
     HfTokenizer,
@@ -36,7 +33,7 @@ from trace_jax.data import (
 )
 from trace_jax.hf import is_hf_folder, load_model, load_quantized, read_model_config
 from trace_jax.hf.layouts import layout_of
-from trace_jax.models import ModelConfig, abstract, init_cache, run_like
+from trace_jax.models import ModelConfig, abstract, init_cache
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rl.run import SMOLLM2, load_params, own_tokenizer
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, random_rollout_weights
@@ -83,12 +80,11 @@ def nbytes(tree: Any) -> int:
 
 
 class Start(NamedTuple):
-    """What `init_from` is: model, tokenizer, what a run's chats were like, and the rollout's parameters when called."""
+    """What `init_from` is: model, tokenizer, and what a run's chats were like."""
 
     model: ModelConfig
     tokenizer: Tokenizer | None
     chat: ChatConfig
-    weights: Callable[[], nnx.State]
 
 
 def start_of(generate: GenerateConfig) -> Start:
@@ -97,58 +93,43 @@ def start_of(generate: GenerateConfig) -> Start:
     Raises:
         ConfigError: no vocabulary is known, or the tokenizer is not the checkpoint's or has ids that the model has not.
     """
-    folder, model, own, plan = generate.init_from, generate.model, None, generate.plan
-    chat = ChatConfig()
-    if folder is None:
-        weights = functools.partial(random_rollout_weights, plan=plan, key=jax.random.key(generate.seed))
-    elif folder == SMOLLM2:
-        own, weights = (
-            SMOLLM2,
-            functools.partial(_packed, lambda model: load_params(folder, model), plan=plan),
-        )
-    elif is_hf_folder(folder):
-        hf_config, _, found = read_model_config(folder)
-        model = run_like(found, model)
-        own = folder if (Path(folder) / "tokenizer.json").is_file() else None
-        if hf_config.get("quantization_config") and layout_of(hf_config, folder).format == (
-            plan and plan.fp4
-        ):
-            weights = functools.partial(_stored, folder)
-        else:  # what is packed is rounded to BF16 first
-            weights = functools.partial(
-                _packed, lambda _: load_model(folder, dtype="bfloat16").params, plan=plan
-            )
-    else:
-        model, task, _ = run_model(folder)
-        own, chat = make_task(task).tokenizer, task.chat or chat
-        weights = functools.partial(_packed, lambda model: load_params(folder, model), plan=plan)
+    folder, chat, tokenizer = generate.init_from, ChatConfig(), None
+    model, name = checkpoint_model(folder, generate.model), own_tokenizer(folder)
     if generate.tokenizer is not None:
-        check_own_tokenizer(own_tokenizer(folder), generate.tokenizer, key="tokenizer")
-    tokenizer = own if generate.tokenizer is None else generate.tokenizer
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer)
+        check_own_tokenizer(name, generate.tokenizer, key="tokenizer")
+        name = generate.tokenizer
+    if folder not in (None, SMOLLM2) and not is_hf_folder(folder):
+        task = run_model(folder)[1]
+        chat, tokenizer = task.chat or chat, make_task(task).tokenizer
+    if name is not None:
+        tokenizer = load_tokenizer(name)
     if model.vocab_size == 0 and tokenizer is not None:
         model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     if model.vocab_size == 0:
         raise ConfigError("model.vocab_size is 0 and there is no tokenizer; set one of them, or init_from.")
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
-            f"tokenizer={generate.tokenizer} has {tokenizer.vocab_size} ids, the model {model.vocab_size}; expected "
-            "the checkpoint's own."
+            f"tokenizer={name} has {tokenizer.vocab_size} ids, the model {model.vocab_size}; expected the checkpoint's "
+            "own."
         )
     if generate.prompt is not None and tokenizer is None:
         raise ConfigError("a prompt needs a tokenizer: bytes, smollm2 or a folder with a tokenizer.json.")
-    return Start(model, tokenizer, chat, functools.partial(weights, model))
+    return Start(model, tokenizer, chat)
 
 
-def _packed(
-    load: Callable[[ModelConfig], nnx.State], model: ModelConfig, plan: QuantPlan | None
-) -> nnx.State:
-    return jax.jit(rollout_weights, static_argnums=(1, 2))(load(model), plan, model.dtype)
-
-
-def _stored(folder: str, model: ModelConfig) -> nnx.State:
-    return load_quantized(folder).rollout
+def weights_of(generate: GenerateConfig, model: ModelConfig) -> nnx.State:
+    """The rollout's parameters."""
+    folder, plan = generate.init_from, generate.plan
+    if folder is None:
+        return random_rollout_weights(model, plan, jax.random.key(generate.seed))
+    if is_hf_folder(folder):
+        hf_config = read_model_config(folder)[0]
+        if plan and hf_config.get("quantization_config") and layout_of(hf_config, folder).format == plan.fp4:
+            return load_quantized(folder).rollout
+        masters = load_model(folder, dtype="bfloat16").params  # what is packed is rounded to it first
+    else:
+        masters = load_params(folder, model)
+    return jax.jit(rollout_weights, static_argnums=(1, 2))(masters, plan, model.dtype)
 
 
 def memory(model: ModelConfig, plan: QuantPlan | None) -> dict[str, float]:
@@ -185,7 +166,7 @@ def measure(generate: GenerateConfig) -> dict[str, Any]:
     start = start_of(generate)
     model, tokenizer = start.model, start.tokenizer
     prompts = prompts_of(generate, start)
-    params = start.weights()
+    params = weights_of(generate, model)
     sampler = Sampler(
         abstract(model)[0],
         model,

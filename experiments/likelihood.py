@@ -21,12 +21,11 @@ import numpy as np
 from flax import nnx
 from omegaconf import DictConfig
 
-from experiments.common import CONFIGS, enable_compilation_cache, run_model, script
+from experiments.common import CONFIGS, checkpoint_model, enable_compilation_cache, script
 from trace_jax.config import ConfigError, from_mapping
-from trace_jax.hf import is_hf_folder, read_model_config
-from trace_jax.models import ModelConfig, abstract, init_cache, run_like
+from trace_jax.models import ModelConfig, abstract, init_cache
 from trace_jax.quant import Bf16Numerics, PackedNumerics, PlanError, QuantPlan, rollout_weights
-from trace_jax.rl.run import SMOLLM2, load_params
+from trace_jax.rl.run import load_params
 from trace_jax.runs import describe_environment
 
 PLANS: dict[str, QuantPlan | None] = {"bf16": None} | {
@@ -90,11 +89,7 @@ def log_likelihoods(
 
 def measure(config: LikelihoodConfig) -> dict[str, float]:
     """Mean negative log-likelihood by precision, in nats a token; without those whose blocks do not fit the model."""
-    model = config.model
-    if is_hf_folder(config.init_from):
-        model = run_like(read_model_config(config.init_from)[2], model)
-    elif config.init_from != SMOLLM2:
-        model = run_model(config.init_from)[0]
+    model = checkpoint_model(config.init_from, config.model)
     tokens = jnp.asarray(read_tokens(config.tokens, model.vocab_size))
     masters = load_params(config.init_from, model)
     found = {}

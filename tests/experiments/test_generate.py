@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments.export_hf import ExportConfig, export
-from experiments.generate import GenerateConfig, measure, memory, nbytes, start_of
+from experiments.generate import GenerateConfig, measure, memory, nbytes, start_of, weights_of
 from kernels_pallas.arrays import Fp4Array
 from tests.experiments.settings import composed, run_config
 from tests.trace_jax import small
@@ -21,6 +21,11 @@ from trace_jax.rollout import random_rollout_weights
 
 def config(*overrides) -> GenerateConfig:
     return from_mapping(GenerateConfig, composed("generate", *overrides))
+
+
+def weights(*overrides):
+    generate = config(*overrides)
+    return weights_of(generate, start_of(generate).model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,19 +102,15 @@ def test_an_fp4_checkpoint_is_rolled_out_as_it_is(tmp_path, layout):
             ExportConfig, composed("export_hf", f"checkpoint={source}", f"format={layout}", f"out={tmp_path}")
         )
     )
-    stored, packed = (start_of(config(f"init_from={folder}")).weights() for folder in (tmp_path, source))
-    for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(packed), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    stored, packed = (weights(f"init_from={folder}") for folder in (tmp_path, source))
+    assert small.equal_trees(stored, packed)
 
 
 def test_masters_are_packed_as_from_fp32():
     folder = ROOT / "deepseek_v3"  # has values that stay FP32
-    found = start_of(config(f"init_from={folder}")).weights()
+    found = weights(f"init_from={folder}")
     expected = small.sync(load_model(folder).params, QuantPlan(), config_of("deepseek_v3").dtype)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert small.equal_trees(found, expected)
 
 
 def test_refusals():

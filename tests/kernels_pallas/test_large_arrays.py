@@ -16,14 +16,10 @@ from kernels_pallas.kv_cache import KVCache, append
 from kernels_pallas.quantize import quantize, quantize_recorded
 from kernels_pallas.tiled_matmul import tiled_weights
 from kernels_pallas.triton_bridge import unavailable
+from tests.kernels_pallas.same import same
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 TRITON = "triton"
-
-
-def same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def normal(seed, *shape):

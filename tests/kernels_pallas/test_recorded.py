@@ -14,6 +14,7 @@ from kernels_pallas.guided_round.api import VALUES_IMPLEMENTATIONS
 from kernels_pallas.quantize import dequantize, quantize, quantize_recorded, rms_norm_quantize
 from kernels_pallas.quantize.api import NORM_IMPLEMENTATIONS, RECORDED_IMPLEMENTATIONS
 from tests.kernels_pallas.guided import guide_of, noisy
+from tests.kernels_pallas.same import same
 from tests.kernels_pallas.serving import served
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
@@ -30,11 +31,6 @@ def values(rng, shape, dtype):
     x.reshape(-1, shape[-1])[1, 3] = np.nan
     x.reshape(-1, shape[-1])[2] = 0
     return jnp.asarray(x, dtype)
-
-
-def same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def low_bits(words):

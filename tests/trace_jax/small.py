@@ -153,7 +153,8 @@ def equal_trees(a, b) -> bool:
     """Same structure and the same bits."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        np.array_equal(np.asarray(x), np.asarray(y), equal_nan=jnp.issubdtype(x.dtype, jnp.floating))
+        x.dtype == y.dtype
+        and np.array_equal(np.asarray(x), np.asarray(y), equal_nan=jnp.issubdtype(x.dtype, jnp.floating))
         for x, y in pairs
     )
 
