@@ -46,6 +46,17 @@ def calls() -> Iterator[Call]:
     yield Call("quantize", "tokens 256 x 2048", q.IMPLEMENTATIONS, (tokens, NVFP4), rows)
     yield Call("quantize", "weights, one scale a matrix", q.IMPLEMENTATIONS, (experts, NVFP4), matrices)
     yield Call("quantize_recorded", "tokens 256 x 2048", q.RECORDED_IMPLEMENTATIONS, (tokens, NVFP4), {})
+    gain = shape(2048)
+    yield Call(
+        "rms_norm_quantize", "tokens 256 x 2048", q.NORM_IMPLEMENTATIONS, (tokens, gain, 1e-6, NVFP4), {}
+    )
+    yield Call(
+        "guided_round",
+        "codes, for reports",
+        guided_round.api.IMPLEMENTATIONS,
+        (tokens, None, NVFP4),
+        {"axis": -1, "row_axes": (-1,)},
+    )
     yield Call(
         "guided_values",
         "tokens 256 x 2048",

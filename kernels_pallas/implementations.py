@@ -34,6 +34,11 @@ None chooses. Part of the key of `jax.jit`'s caches. `default_implementation("re
 """
 
 
+def empty_refusal(*arrays: Any) -> str | None:
+    """What a kernel says of arguments without elements, for which it would have no programs; None if all have some."""
+    return next((f"shape {tuple(a.shape)} is empty" for a in arrays if 0 in a.shape), None)
+
+
 def select(
     op: str, implementation: str | None, table: Mapping[str, Implementation], *args: Any, **options: Any
 ) -> Callable[..., Any]:

@@ -6,6 +6,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -21,6 +23,18 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 # The same examples in every run, and no time limit for one: machines are shared.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+# Every compiled program keeps memory mappings, 65530 of which a process may have; beyond them XLA crashes.
+MANY_MAPPINGS = 16_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs() -> Iterator[None]:
+    """Frees what earlier files compiled, where it has become much."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MANY_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def attend(
 
 
 def attention(
-    q: Float[Array, "b t hq d"],
+    q: Shaped[Array, "b t hq d"],
     cache: KVCache,
     positions: Shaped[Array, "..."],
     *,
@@ -74,6 +74,8 @@ def attention(
     heads, dim = cache.k.shape[-2:]
     if q.shape[3] != dim or q.shape[2] % heads:
         raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [..., H, Dh]")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"q is {q.dtype}; expected a float dtype")
     check_cache(cache, q.shape[0], layer, page_table)
     if positions.dtype != jnp.int32:
         raise TypeError(f"positions is {positions.dtype}; expected int32")

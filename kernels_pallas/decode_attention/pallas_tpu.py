@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from kernels_pallas import formats, target, tiles
 from kernels_pallas.decode_attention.reference import SPLIT
 from kernels_pallas.formats import Fp4Format
+from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.kv_cache.cache import KVCache
 from kernels_pallas.kv_cache.pallas_tpu import cache_refusal, entries_last, leaves
 
@@ -41,7 +42,7 @@ def refusal(
         return f"it serves one query a sequence, not {q.shape[1]}"
     if q.dtype != jnp.bfloat16:
         return f"its queries are BF16, not {q.dtype}"
-    return cache_refusal(cache, page_table)
+    return empty_refusal(q) or cache_refusal(cache, page_table)
 
 
 def attention(
@@ -74,7 +75,7 @@ def attention(
     tokens, pages = splits * SPLIT, 1 if page_table is None else page_table.shape[1]
     steps = pl.cdiv(size, tokens)  # of a page or row
     table = jnp.arange(batch, dtype=jnp.int32)[:, None] if page_table is None else page_table
-    positions = jnp.minimum(positions[:, 0], pages * size - 1)
+    positions = positions[:, 0]
     stacked = layer is not None
     arrays = [entries_last(leaf, stacked) for a in (cache.k, cache.v) for leaf in leaves(a)]
     arrays = target.left_in_hbm(arrays) if stacked else arrays
@@ -83,7 +84,8 @@ def attention(
         def index(b, s, positions, table, layer):
             # Steps that see nothing fetch nothing: they stay at the first or the last one that does.
             first = lax.div(_first_split(positions[b], window), splits)
-            s = jnp.clip(s, first, lax.div(jnp.maximum(positions[b], 0), tokens))
+            last = lax.div(jnp.clip(positions[b], 0, pages * size - 1), tokens)
+            s = jnp.clip(s, jnp.minimum(first, last), last)
             page = jnp.maximum(table[b * pages + lax.div(s, steps)], 0)
             return layer[0], page, *(0,) * len(rows), lax.rem(s, steps)
 
@@ -203,7 +205,7 @@ def _kernel(
             total_ref[head] = total_ref[head] * before + total * share
             acc_ref[head] = acc_ref[head] * before + partial * share
 
-    first, last = _first_split(position, window), lax.div(jnp.maximum(position, 0), SPLIT)
+    first, last = _first_split(position, window), lax.div(jnp.clip(position, 0, pages * size - 1), SPLIT)
     base = lax.div(step, steps) * lax.div(size + SPLIT - 1, SPLIT) + lax.rem(step, steps) * splits
 
     @pl.when((position >= 0) & (table[b * pages + lax.div(step, steps)] >= 0))

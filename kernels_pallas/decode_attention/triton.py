@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas import triton_bridge
 from kernels_pallas.formats import MXFP4, NVFP4
+from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.kv_cache.cache import KVCache, init_cache
 from kernels_pallas.triton_bridge import CompileCase
 
@@ -16,6 +17,7 @@ CHUNK = 512
 """Positions of a program. Fixed, so that a row's result does not depend on the batch or on the cache's length."""
 HEAD_DIMS = (64, 128, 256)
 MAX_QUERIES = 16
+MAX_GRID = 65535  # of a second grid axis
 
 
 def refusal(
@@ -44,7 +46,9 @@ def refusal(
     tile = _tiles(cache, dim)["TILE"]
     if page_table is not None and cache.length % tile:
         return f"pages of {cache.length} positions are not multiples of {tile}"
-    return triton_bridge.unavailable()
+    if q.shape[0] * cache.k.shape[-2] > MAX_GRID:
+        return f"{q.shape[0]} sequences of {cache.k.shape[-2]} KV heads exceed its {MAX_GRID} programs"
+    return empty_refusal(q) or triton_bridge.unavailable()
 
 
 def attention(

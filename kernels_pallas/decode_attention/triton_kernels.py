@@ -161,7 +161,8 @@ def cache_row(
     """Row of (layer, sequence, position) in units of a position, and whether its page is mapped."""
     if PAGES:
         page = tl.load(page_ptr + sequence * PAGES + position // LENGTH).to(tl.int64)
-        return (layer * SEQUENCES + tl.maximum(page, 0)) * LENGTH + position % LENGTH, page >= 0
+        mapped = (page >= 0) & (page < SEQUENCES)
+        return (layer * SEQUENCES + tl.where(mapped, page, 0)) * LENGTH + position % LENGTH, mapped
     return (layer * SEQUENCES + sequence) * LENGTH + position, True
 
 
@@ -179,8 +180,9 @@ def attention_kernel(
     part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + chunk
     capacity: tl.constexpr = PAGES * LENGTH if PAGES else LENGTH
     group = tl.arange(0, G)
-    highest = tl.minimum(tl.load(position_ptr + sequence), capacity - 1)
-    lowest = tl.maximum(highest - WINDOW + 1, 0) if WINDOW else 0
+    position = tl.load(position_ptr + sequence)
+    highest = tl.minimum(position, capacity - 1)
+    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
     begin = chunk * CHUNK
     end = tl.minimum(begin + CHUNK, highest + 1)
     if WINDOW:

@@ -90,6 +90,8 @@ def grouped_matmul(
     check_dtypes(x, matrices)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"cannot multiply x {x.shape} by w {w.shape}; expected [R, K] and [E, K, N]")
+    if w.shape[0] == 0:
+        raise ValueError(f"w has shape {w.shape}: no experts; expected at least one")
     if group_sizes.dtype != jnp.int32:
         raise TypeError(f"group_sizes is {group_sizes.dtype}; expected int32")
     if group_sizes.shape != w.shape[:1]:

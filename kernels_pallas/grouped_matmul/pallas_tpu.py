@@ -20,6 +20,7 @@ from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.contraction import COLUMNS, Contraction
 from kernels_pallas.gradients import with_gradient_of
 from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.matmul.reference import row_scale
 from kernels_pallas.quantize.reference import operand
 from kernels_pallas.tiled import TiledFp4Array
@@ -45,7 +46,7 @@ def refusal(
             return f"it multiplies BF16 and FP4; {name} is {a.dtype}"
     if isinstance(w, Fp4Array) and len(w.row_exponent.shape) != len(w.shape) - 2:
         return "its FP4 weights have one row scale per matrix, not one per column"
-    return None
+    return empty_refusal(x, w)
 
 
 class Visits(NamedTuple):

@@ -16,6 +16,7 @@ from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.gradients import with_gradient_of
 from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.tiled import TiledFp4Array, tile
 from kernels_pallas.tiled_matmul import launch, tiled_weights
 from kernels_pallas.triton_bridge import CompileCase
@@ -42,7 +43,7 @@ def refusal(
             return "w has row scales of its columns, not one of each matrix"
     elif n % 16 or k % 8:
         return f"BF16 matrices of {k} x {n} are not multiples of 8 x 16"
-    return triton_bridge.unavailable()
+    return empty_refusal(x, w) or triton_bridge.unavailable()
 
 
 @with_gradient_of(reference.grouped_matmul)

@@ -35,7 +35,8 @@ def append(
       positions: int32 [B, T], the entry that each token is written to.
       valid: bool [B, T]; tokens that are not valid, or whose position lies outside the cache or in an unmapped
         page, are not written.
-      layer: int32 scalar; only this layer of the stacked cache is written, in place where the caller's buffer allows.
+      layer: int32 scalar in [0, L); only this layer of the stacked cache is written, in place where the caller's buffer
+        allows. It is not checked, since it is traced.
       page_table: int32 [B, pages]; entry s of sequence b lies in page page_table[b, s // page_size], at
         s % page_size. A negative page is unmapped, others must be below P, and two sequences may share a page only
         for entries that neither writes.
@@ -51,6 +52,8 @@ def append(
     heads, dim = cache.k.shape[-2:]
     if k.shape != (batch, tokens, heads, dim) or v.shape != k.shape:
         raise ValueError(f"k {k.shape} and v {v.shape} do not fit the cache {cache.k.shape} [..., H, Dh]")
+    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in (k, v)):
+        raise TypeError(f"k is {k.dtype} and v {v.dtype}; expected float dtypes")
     check_cache(cache, batch, layer, page_table)
     if positions.shape != (batch, tokens) or valid.shape != (batch, tokens):
         raise ValueError(

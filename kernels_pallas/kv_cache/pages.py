@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
 
+from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.kv_cache.cache import KVCache
 
 
@@ -18,11 +19,18 @@ def check_cache(
 ) -> None:
     """TypeError or ValueError unless cache, layer and page table fit together and hold `batch` sequences."""
     shape = cache.k.shape
+    kinds = [
+        (a.format.name if isinstance(a, Fp4Array) else str(a.dtype), a.shape) for a in (cache.k, cache.v)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"the cache's k is {kinds[0]} and its v {kinds[1]}; expected the same twice")
+    if batch == 0 or 0 in shape:
+        raise ValueError(f"{batch} sequences over a cache {shape}; expected no axis of size 0")
     expected = "[P, page_size, H, Dh]" if page_table is not None else "[B, S, H, Dh]"
     if layer is not None:
         expected = f"[L, {expected[1:]}"
-        if layer.dtype != jnp.int32 or layer.shape != ():
-            raise TypeError(f"layer is {layer.dtype} of shape {layer.shape}; expected an int32 scalar")
+        if getattr(layer, "dtype", None) != jnp.int32 or layer.shape != ():
+            raise TypeError(f"layer is {layer!r}; expected an int32 scalar array")
     if len(shape) != expected.count(",") + 1:
         raise ValueError(f"cache {shape} has {len(shape)} axes; expected {expected}")
     if page_table is None:
@@ -31,8 +39,10 @@ def check_cache(
         return
     if page_table.dtype != jnp.int32:
         raise TypeError(f"page_table is {page_table.dtype}; expected int32")
-    if page_table.ndim != 2 or page_table.shape[0] != batch:
-        raise ValueError(f"page_table has shape {page_table.shape}; expected [{batch}, pages]")
+    if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.shape[1] == 0:
+        raise ValueError(
+            f"page_table has shape {page_table.shape}; expected [{batch}, pages], at least one page"
+        )
 
 
 def entry_index(

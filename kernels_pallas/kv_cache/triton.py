@@ -86,7 +86,7 @@ def append(
         LENGTH=cache.length,
         SEQUENCES=cache.k.shape[-4],
         PAGES=0 if page_table is None else page_table.shape[1],
-        LAYERED=layer is not None,
+        LAYERS=0 if layer is None else cache.k.shape[0],
         **options,
     )
     cache = jax.tree.unflatten(tree, new[: len(old)])

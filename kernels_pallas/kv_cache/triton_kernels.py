@@ -15,7 +15,7 @@ def append_fp4_kernel(
     k_row_words_ptr, k_row_scales_ptr, k_row_exponent_ptr, k_low_bits_ptr,
     v_row_words_ptr, v_row_scales_ptr, v_row_exponent_ptr, v_low_bits_ptr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, LENGTH: tl.constexpr, SEQUENCES: tl.constexpr,
-    PAGES: tl.constexpr, LAYERED: tl.constexpr,
+    PAGES: tl.constexpr, LAYERS: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Quantize rows [token, head] of k and v (grid axis 1), write them to the cache in place, with low bits to
@@ -26,7 +26,7 @@ def append_fp4_kernel(
     start, row, block, inside, mask = tile_rows(rows, SIZE, BLOCK, ROWS, BLOCKS)
     entry, written = _entries(
         positions_ptr, valid_ptr, page_table_ptr, layer_ptr, start + row, inside,
-        TOKENS, HEADS, LENGTH, SEQUENCES, PAGES, LAYERED,
+        TOKENS, HEADS, LENGTH, SEQUENCES, PAGES, LAYERS,
     )  # fmt: skip
     if tl.program_id(1) == 0:
         _append_fp4(
@@ -65,14 +65,14 @@ def _append_fp4(
 def append_bf16_kernel(
     k_ptr, v_ptr, positions_ptr, valid_ptr, page_table_ptr, layer_ptr, k_in, v_in, rows, k_cache_ptr, v_cache_ptr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, LENGTH: tl.constexpr, SEQUENCES: tl.constexpr,
-    PAGES: tl.constexpr, LAYERED: tl.constexpr,
+    PAGES: tl.constexpr, LAYERS: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Copy rows [token, head] of k and v (grid axis 1) to the cache in place. BLOCK is 8: what a thread moves."""
     start, row, block, inside, mask = tile_rows(rows, SIZE, BLOCK, ROWS, BLOCKS)
     entry, written = _entries(
         positions_ptr, valid_ptr, page_table_ptr, layer_ptr, start + row, inside,
-        TOKENS, HEADS, LENGTH, SEQUENCES, PAGES, LAYERED,
+        TOKENS, HEADS, LENGTH, SEQUENCES, PAGES, LAYERS,
     )  # fmt: skip
     if tl.program_id(1) == 0:
         _copy_rows(k_ptr, k_cache_ptr, start, row, block, mask, entry, written, SIZE, BLOCK, MASKED)
@@ -96,11 +96,12 @@ def _copy_rows(
 def _entries(
     positions_ptr, valid_ptr, page_table_ptr, layer_ptr, row, inside,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, LENGTH: tl.constexpr, SEQUENCES: tl.constexpr,
-    PAGES: tl.constexpr, LAYERED: tl.constexpr,
+    PAGES: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """The rows of the cache that rows [token, head] go to, int64, and which of them are written at all.
 
     The cache is [SEQUENCES, LENGTH, HEADS] rows per layer; with PAGES > 0 it has pages in the place of sequences.
+    LAYERS is 0 for the cache of one layer.
     """
     token = row // HEADS
     position = tl.load(positions_ptr + token, mask=inside, other=-1)
@@ -114,6 +115,8 @@ def _entries(
         position = position % LENGTH
     else:
         written = written & (position < LENGTH)
-    if LAYERED:
-        place += tl.load(layer_ptr).to(tl.int64) * SEQUENCES
+    if LAYERS > 0:
+        layer = tl.load(layer_ptr).to(tl.int64)
+        written = written & (layer >= 0) & (layer < LAYERS)
+        place += layer * SEQUENCES
     return (place * LENGTH + position) * HEADS + row % HEADS, written

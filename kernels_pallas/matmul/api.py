@@ -1,6 +1,5 @@
 """Matmul of BF16 and FP4 operands."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
@@ -68,5 +67,5 @@ def check_dtypes(
     x: Shaped[Array, "..."] | Fp4Array, w: Shaped[Array, "..."] | Fp4Array | TiledFp4Array
 ) -> None:
     """TypeError for two arrays of different dtypes."""
-    if isinstance(x, jax.Array) and isinstance(w, jax.Array) and x.dtype != w.dtype:
+    if not any(isinstance(a, Fp4Array | TiledFp4Array) for a in (x, w)) and x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; expected one dtype: cast one of them")

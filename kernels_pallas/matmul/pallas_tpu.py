@@ -12,6 +12,7 @@ from kernels_pallas import target
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.contraction import COLUMNS, Contraction
 from kernels_pallas.gradients import with_gradient_of
+from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.matmul import reference
 from kernels_pallas.quantize.reference import operand
 from kernels_pallas.tiled import TiledFp4Array
@@ -32,7 +33,7 @@ def refusal(
         return "its weights are FP4; XLA multiplies plain arrays"
     if not isinstance(x, Fp4Array) and x.dtype != jnp.bfloat16:
         return f"it multiplies BF16 or FP4 rows, not {x.dtype}"
-    return None
+    return empty_refusal(x, w)
 
 
 @with_gradient_of(reference.matmul)

@@ -13,6 +13,9 @@ from jaxtyping import Array, Float
 from kernels_pallas import formats, triton_bridge
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import MXFP4, NVFP4
+from kernels_pallas.gradients import with_gradient_of
+from kernels_pallas.implementations import empty_refusal
+from kernels_pallas.matmul import reference
 from kernels_pallas.matmul.reference import row_scale
 from kernels_pallas.quantize.reference import operand
 from kernels_pallas.tiled import TiledFp4Array, tile
@@ -34,9 +37,10 @@ def refusal(x: Any, w: Any, *, mode: str) -> str | None:
         return f"it multiplies bfloat16 and FP4, x is {x.dtype}"
     if isinstance(w, Fp4Array) and w.row_exponent.ndim:
         return "w has row scales of its columns, not one of the matrix"
-    return triton_bridge.unavailable()
+    return empty_refusal(x, w) or triton_bridge.unavailable()
 
 
+@with_gradient_of(reference.matmul)
 def matmul(
     x: Float[Array, "... k"] | Fp4Array, w: Fp4Array | TiledFp4Array, *, mode: str
 ) -> Float[Array, "... n"]:

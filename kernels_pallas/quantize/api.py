@@ -38,6 +38,8 @@ def _check(x: Array, format: Fp4Format, axis: int, row_axes: tuple[int, ...], sc
         raise ValueError(f"shape {x.shape} has too few axes for axis {axis} and row_axes {row_axes}")
     check_axis(axis)
     check_block(x.shape[axis], axis, format)
+    if any(x.shape[i] == 0 for i in (axis, *row_axes)):
+        raise ValueError(f"x has shape {x.shape}: a row has no values, hence no scale; expected some")
     if scale_rule not in SCALE_RULES:
         raise ValueError(f"unknown scale_rule {scale_rule!r}; expected one of {SCALE_RULES}")
     if scale_rule == "4over6" and format.scale_dtype != "e4m3":
@@ -120,6 +122,8 @@ def rms_norm_quantize(
     _check(x, format, -1, (-1,), "amax")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"x is {x.dtype}; expected bfloat16 or float32")
+    if not jnp.issubdtype(gain.dtype, jnp.floating):
+        raise TypeError(f"gain is {gain.dtype}; expected a float dtype")
     if gain.shape != x.shape[-1:]:
         raise ValueError(f"gain has shape {gain.shape}; expected {x.shape[-1:]}, one value per column of x")
     run = select("rms_norm_quantize", implementation, NORM_IMPLEMENTATIONS, x, gain, eps, format)

@@ -19,6 +19,7 @@ from kernels_pallas import formats, norms
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.blocks import Blocks, split_bits
 from kernels_pallas.formats import Fp4Format
+from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.quantize.reference import quantize_blocks
 from kernels_pallas.quantize.rows import options_refusal
 from kernels_pallas.target import interpreted
@@ -43,7 +44,7 @@ def row_refusal(x: jax.Array | jax.ShapeDtypeStruct, *args: Any) -> str | None:
     """Why the kernels of rows along the last axis do not serve `x`, None if they do."""
     if x.shape[-1] > MAX_ROW:
         return f"a row of {x.shape[-1]} values exceeds its {MAX_ROW}"
-    return None
+    return empty_refusal(x)
 
 
 def quantize(

@@ -1,7 +1,6 @@
 """Quantize rows on NVIDIA GPUs: one pass, a thread per block. The kernels are in `triton_kernels`."""
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from jaxtyping import Array, BFloat16, Shaped, UInt8
 from kernels_pallas import formats, triton_bridge
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
+from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.quantize.rows import options_refusal
 from kernels_pallas.triton_bridge import CompileCase
 
@@ -44,11 +44,9 @@ def row_refusal(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why kernels over rows of `x` do not serve it, or anything here; None if they do."""
     if x.shape[-1] > MAX_ROW:
         return f"a row of {x.shape[-1]} values exceeds its {MAX_ROW}"
-    if math.prod(x.shape) == 0:
-        return f"shape {x.shape} is empty"
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it takes bfloat16 and float32, not {x.dtype}"
-    return triton_bridge.unavailable()
+    return empty_refusal(x) or triton_bridge.unavailable()
 
 
 def rounded_rows(x: Shaped[Array, "..."]) -> BFloat16[Array, "rows k"]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import jax
 import pytest
 
+from kernels_pallas import triton_bridge
+
 
 def refuses(table, implementation, run, arrays, *rest, **options) -> bool:
     """Whether `implementation` does not serve `run(*arrays, *rest, **options)`; then that must end in a clear error."""
@@ -30,7 +32,7 @@ def served(implementation: str, run: Callable) -> Callable:
             )
             if not clear or implementation == "reference":
                 raise
-            pytest.skip(clear.group())
+            _skip(clear.group())
 
     return call
 
@@ -38,4 +40,11 @@ def served(implementation: str, run: Callable) -> Callable:
 def skip_where_refused(table, implementation, run, arrays, *rest, **options) -> None:
     """Skips the test where `refuses` says so: for implementations that this machine lacks something for."""
     if refuses(table, implementation, run, arrays, *rest, **options):
-        pytest.skip(table[implementation].refusal(*arrays, *rest, **options))
+        _skip(table[implementation].refusal(*arrays, *rest, **options))
+
+
+def _skip(reason: str) -> None:
+    """Skips, but fails on a GPU that nothing could run on: a suite of skips must not pass there."""
+    if jax.default_backend() == "gpu" and triton_bridge.unavailable() is not None:
+        pytest.fail(f"no kernel runs on this GPU: {triton_bridge.unavailable()}")
+    pytest.skip(reason)

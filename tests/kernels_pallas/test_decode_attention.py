@@ -97,11 +97,27 @@ def test_splits_of_a_long_context_combine(run, rng):
     np.testing.assert_allclose(np.asarray(out), dense(q, k, v, mask), atol=3e-6)
 
 
-def test_a_position_past_the_cache_sees_what_is_there(run, rng):
-    q, k, v = tokens(rng, TINY.q_heads), tokens(rng, C.kv_heads), tokens(rng, C.kv_heads)
-    cache, positions, _, _ = filled(k, v, NVFP4)
-    last, past = jnp.full_like(positions, C.length - 1), jnp.full_like(positions, C.length + 50)
-    np.testing.assert_array_equal(np.asarray(run(q, cache, past)), np.asarray(run(q, cache, last)))
+@pytest.mark.parametrize("window", [None, 8, 3])
+@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+def test_a_position_past_the_cache_sees_what_its_window_reaches(rng, implementation, window):
+    run = served(implementation, functools.partial(attention, implementation=implementation))
+    length, past = 160, 5
+    k, v = (jnp.asarray(rng.standard_normal((2, length, 2, 64)), jnp.bfloat16) for _ in range(2))
+    q = jnp.asarray(rng.standard_normal((2, 1, 4, 64)), jnp.bfloat16)
+    cache, *_ = append(init_cache(2, length, 2, 64, NVFP4), k, v, *everywhere(2, length))
+    last = jnp.int32([[length - 1], [length - 1]])
+    found = np.asarray(run(q, cache, last + past, window=window))
+    if window is not None and window <= past:
+        np.testing.assert_array_equal(found, np.zeros_like(found))
+    else:
+        expected = run(q, cache, last, window=None if window is None else window - past)
+        np.testing.assert_array_equal(found, np.asarray(expected))
+
+
+def everywhere(batch, count):
+    """Positions from 0 on, all of them valid."""
+    positions = jnp.tile(jnp.arange(count, dtype=jnp.int32), (batch, 1))
+    return positions, jnp.ones(positions.shape, bool)
 
 
 def test_decode_agrees_with_prefill_in_float32(run, rng):
@@ -223,5 +239,9 @@ def test_errors_name_what_is_wrong(rng):
         attend(q[:, :, :5], k, k, mask)
     with pytest.raises(TypeError, match="expected one dtype"):
         attend(q, k.astype(jnp.float32), k.astype(jnp.float32), mask)
+    with pytest.raises(TypeError, match="q is int32; expected a float dtype"):
+        attention(q.astype(jnp.int32), cache, positions)
+    with pytest.raises(ValueError, match=r"0 sequences over a cache \(0, 24, 2, 32\)"):
+        attention(q[:0], jax.tree.map(lambda leaf: leaf[:0], cache), positions[:0])
     with pytest.raises(ValueError, match=r"no implementation 'cuda'; available"):
         attention(q, cache, positions, implementation="cuda")

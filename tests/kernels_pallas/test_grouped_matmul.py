@@ -203,6 +203,8 @@ def test_errors_name_what_is_wrong(rng):
         grouped_matmul(x, w, sizes[:5])
     with pytest.raises(TypeError, match="group_sizes is float32; expected int32"):
         grouped_matmul(x, w, sizes.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"w has shape \(0, 64, 48\): no experts"):
+        grouped_matmul(x, w[:0], sizes[:0])
     with pytest.raises(ValueError, match=r"x \(48, 64\) by w \(6, 48, 64\)"):
         grouped_matmul(x, w.swapaxes(1, 2), sizes)
     with pytest.raises(TypeError, match="w is float16; expected"):

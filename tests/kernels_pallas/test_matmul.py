@@ -121,6 +121,17 @@ def test_gradients_equal_those_of_a_plain_matmul_in_float32(run, rng):
             np.testing.assert_allclose(np.asarray(ours), np.asarray(plain), rtol=1e-5, atol=1e-5)
 
 
+@FORMATS
+def test_gradient_past_packed_weights_is_that_of_their_values(run, operands, format):
+    x, w = operands
+    w = quantize(w, format, axis=-2, row_axes=(-2, -1))
+    found = jax.grad(lambda x: jnp.sum(jnp.sin(run(x, w))))(x)
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(matmul(x, w, implementation="reference"))))(x)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=0.02, atol=1e-3
+    )
+
+
 def test_gradients_are_right_in_float64(run, rng):
     with jax.enable_x64(True):
         x, w = jnp.asarray(rng.standard_normal((4, 8))), jnp.asarray(rng.standard_normal((8, 3)))

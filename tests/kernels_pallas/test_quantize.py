@@ -282,6 +282,15 @@ def test_errors_name_what_is_wrong():
     for dtype in (jnp.int32, jnp.float16, jnp.uint8):
         with pytest.raises(TypeError, match=f"{jnp.dtype(dtype).name}.*bfloat16"):
             quantize(x.astype(dtype), NVFP4)
+    for empty, options in ((x[:, :0], {}), (x[:0], {"row_axes": (-2, -1)})):
+        with pytest.raises(ValueError, match="a row has no values, hence no scale"):
+            quantize(empty, NVFP4, **options)
+    for implementation in ("pallas_tpu", "triton"):
+        with pytest.raises(
+            ValueError, match=rf"'{implementation}' does not serve this: shape \(0, 64\) is empty"
+        ):
+            quantize(x[:0], NVFP4, implementation=implementation)
+    assert quantize(x[:0], NVFP4).shape == (0, 64)
     with pytest.raises(ValueError, match=r"4over6.*mxfp4"):
         quantize(x, MXFP4, scale_rule="4over6")
     with pytest.raises(ValueError, match="unknown scale_rule 'mse'"):
