@@ -35,7 +35,7 @@ test: env  ## core suite
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: env $(COMPILERS)/.stamp  ## core suite, kill and multi-process tests, notebooks, TPU and GPU compilation
-	PYTHONPATH=$(COMPILERS) $(PYTEST) --nbmake tests $(wildcard notebooks) $(PYTEST_ARGS)
+	PYTHONPATH=$(COMPILERS) $(PYTEST) --nbmake $(wildcard notebooks) tests $(PYTEST_ARGS)
 
 # The compilers of both kinds of kernels, beside the environment: JAX would look for a TPU wherever libtpu is installed. What
 # compiles whole programs for GPUs is apart from them, for the one test that uses it.

@@ -28,6 +28,7 @@ def start(root: Path, cache: Path, *program: str, overrides=OVERRIDES) -> int:
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(REPOSITORY),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling would take most of the time
     }
     command = [sys.executable, *program, f"root={root}", "name=run", *overrides]
     done = subprocess.run(

@@ -14,12 +14,15 @@ from kernels_pallas.matmul import matmul
 from kernels_pallas.quantize import quantize
 from kernels_pallas.tiled import _narrow, _widen, tile
 
+# One program each in the place of dozens of operations that are compiled one by one.
+tiled_weights = jax.jit(tile, static_argnames="gated")
+untiled = jax.jit(lambda w: w.untile())
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
 
 
-def packed(format, *shape, seed=0):
-    w = jax.random.normal(jax.random.key(seed), shape)
-    return quantize(w, format, axis=-2, row_axes=(-2, -1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def packed(format, *shape):
+    return quantize(jax.random.normal(jax.random.key(0), shape), format, axis=-2, row_axes=(-2, -1))
 
 
 @FORMATS
@@ -27,9 +30,9 @@ def packed(format, *shape, seed=0):
 @pytest.mark.parametrize("shape", [(64, 48), (3, 160, 96), (2, 2, 288, 32)], ids=str)
 def test_tiling_and_back_is_the_same_tensor(format, gated, shape):
     w = packed(format, *shape)
-    tiled = tile(w, gated=gated)
+    tiled = tiled_weights(w, gated=gated)
     assert tiled.shape == shape and tiled.ndim == len(shape)
-    for leaf, back in zip(jax.tree.leaves(w), jax.tree.leaves(tiled.untile()), strict=True):
+    for leaf, back in zip(jax.tree.leaves(w), jax.tree.leaves(untiled(tiled)), strict=True):
         np.testing.assert_array_equal(np.asarray(back), np.asarray(leaf))
 
 
@@ -50,8 +53,8 @@ def test_every_e8m0_byte_comes_back(largest):
     scales = rng.integers(0, largest, w.scales.shape, dtype=np.uint8)
     scales[1, 0, 0], scales[1, 1, 1], scales[1, 2, 2] = largest, 0, 0xFF
     w = dataclasses.replace(w, scales=jnp.asarray(scales))
-    tiled = tile(w)
-    back = tiled.untile()
+    tiled = tiled_weights(w)
+    back = untiled(tiled)
     np.testing.assert_array_equal(np.asarray(back.scales), scales)
     np.testing.assert_array_equal(np.asarray(back.row_exponent), np.asarray(w.row_exponent))
     # As a BF16 number's exponent, and times what was taken out, a byte is 2^126 times the scale.
@@ -63,16 +66,18 @@ def test_the_reference_takes_tiled_weights(format):
     x = jax.random.normal(jax.random.key(1), (9, 64)).astype(jnp.bfloat16)
     w = packed(format, 3, 64, 32)
     sizes = jnp.int32([4, 0, 5])
-    run = functools.partial(
-        grouped_matmul, x, group_sizes=sizes, activation="swiglu", implementation="reference"
+    run = jax.jit(
+        functools.partial(
+            grouped_matmul, x, group_sizes=sizes, activation="swiglu", implementation="reference"
+        )
     )
-    np.testing.assert_array_equal(np.asarray(run(w=tile(w, gated=True))), np.asarray(run(w=w)))
-    one = jax.tree.map(lambda leaf: leaf[1], w)
-    np.testing.assert_array_equal(np.asarray(matmul(x, tile(one))), np.asarray(matmul(x, one)))
+    np.testing.assert_array_equal(np.asarray(run(w=tiled_weights(w, gated=True))), np.asarray(run(w=w)))
+    one, run = jax.tree.map(lambda leaf: leaf[1], w), jax.jit(matmul)
+    np.testing.assert_array_equal(np.asarray(run(x, tiled_weights(one))), np.asarray(run(x, one)))
 
 
 def test_errors_name_what_is_wrong():
-    columns = quantize(jnp.ones((64, 32)), NVFP4, axis=-2, row_axes=(-2,))
+    columns = jax.jit(lambda w: quantize(w, NVFP4, axis=-2, row_axes=(-2,)))(jnp.ones((64, 32)))
     with pytest.raises(ValueError, match="one row scale per matrix"):
         tile(columns)
     with pytest.raises(ValueError, match="33 columns cannot be a gate and an up projection"):
