@@ -25,6 +25,7 @@ from experiments.prefill_cases import prefill_cases
 from trace_jax.runs import describe_environment
 
 FEW, MANY, REPEATS = 2, 14, 11
+UNCACHED = 2**28  # bytes that calls must read between two reads of the same: several times a GPU's cache
 MOST = 2.0  # times a copy's bandwidth, that an op may reach by what its inputs have in a cache
 GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
 
@@ -32,14 +33,15 @@ GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
 def many(run: Run, carried: bool) -> Run:
     """A program of as many calls as it is given first arguments, one after the other: the last one's result.
 
-    Every call has a first argument of its own, without which XLA makes one call of all, and only one result leaves the
-    program: a further one takes the host microseconds. `carried`: a call's result is the next one's first argument,
-    whose buffer it may take.
+    Every call has a first argument of its own, without which XLA makes one call of all, and takes the others in turns
+    from `rests`. Only one result leaves the program: a further one takes the host microseconds. `carried`: a call's
+    result is the next one's first argument, whose buffer it may take.
     """
 
-    def calls(firsts: list[Any], *rest: Any) -> Any:
+    def calls(firsts: list[Any], rests: list[tuple[Any, ...]]) -> Any:
         result = None
-        for first in firsts:
+        for i, first in enumerate(firsts):
+            rest = rests[i % len(rests)]
             if carried:
                 result = run(first if result is None else result, *rest)
                 continue
@@ -55,8 +57,12 @@ class Program:
     """One op, called `FEW` and `MANY` times in a program: what `MANY` takes longer is time of the device alone."""
 
     def __init__(self, run: Run, arguments: tuple[Any, ...], carried: bool = False):
-        first, *self.rest = arguments
+        first, *rest = arguments
         self.carried = carried
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
+        # In a model a layer's weights and entries are read once, and other layers' before they are again.
+        copies = max(1, min(MANY, -(-UNCACHED // max(size, 1)))) if size < UNCACHED else 1
+        self.rests = [tuple(rest), *(jax.tree.map(jnp.copy, tuple(rest)) for _ in range(copies - 1))]
         # Of what is carried only the first is read; the others are there to be counted.
         others = [None if carried else jax.tree.map(jnp.copy, first) for _ in range(MANY - 1)]
         self.firsts = [first, *others]
@@ -66,7 +72,7 @@ class Program:
 
     def seconds(self, count: int) -> float:
         start = time.perf_counter()
-        result = jax.block_until_ready(self.run(self.firsts[:count], *self.rest))
+        result = jax.block_until_ready(self.run(self.firsts[:count], self.rests))
         elapsed = time.perf_counter() - start
         if self.carried:
             self.firsts[0] = result
@@ -86,10 +92,23 @@ def timed(programs: Mapping[str, Program]) -> dict[str, float]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a microsecond, read and written, of an elementwise pass over 512 MiB."""
-    x = normal(2**28)
-    us = timed({"copy": Program(lambda x: x * jnp.bfloat16(1.5), (x,))})["copy"]
-    return 2 * x.nbytes / us
+    """Bytes a microsecond, read and written, of a GiB: by the faster of an elementwise pass and the driver's copy."""
+    x = normal(2**29)
+
+    @jax.jit
+    def copied(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [jax.lax.optimization_barrier(a) for a in arrays]
+
+    arrays = [x, *(jnp.copy(x) for _ in range(MANY - 1))]
+    copies: dict[int, list[float]] = {FEW: [], MANY: []}
+    for _ in range(REPEATS + 1):
+        for count, seconds in copies.items():
+            start = time.perf_counter()
+            jax.block_until_ready(copied(arrays[:count]))
+            seconds.append(time.perf_counter() - start)
+    few, many_ = (np.median(copies[count][1:]) for count in (FEW, MANY))  # the first ones compile
+    us = timed({"pass": Program(lambda x: x * jnp.bfloat16(1.5), (x,))})["pass"]
+    return 2 * x.nbytes / min(us, (many_ - few) / (MANY - FEW) * 1e6)
 
 
 def measure(case: Case, bandwidth: float) -> dict[str, Any]:

@@ -136,16 +136,18 @@ def weight_bytes(format: Fp4Format, *shape: int) -> int:
 
 # --- grouped matmul ---------------------------------------------------------------------------------
 
-EXPERTS = {  # experts, K, N of gate and up projections
-    "qwen3_30b_a3b": (128, 2048, 1536),
-    "qwen3_5_35b_a3b": (256, 2048, 1024),
-    "gpt_oss_20b": (32, 2880, 5760),
+EXPERTS = {  # experts, K, N of gate and up projections, and whether their activation is the kernel's
+    "qwen3_30b_a3b": (128, 2048, 1536, "swiglu"),
+    "qwen3_5_35b_a3b": (256, 2048, 1024, "swiglu"),
+    "gpt_oss_20b": (32, 2880, 5760, None),  # biases come before it
 }
 
 
 def grouped_cases() -> Iterator[Case]:
-    """Gate and up projections with SwiGLU, 1 to 64 rows an expert, against the best of three BF16 ways."""
-    for model, (experts, k, n) in EXPERTS.items():
+    """Gate and up projections, 1 to 64 rows an expert, against the best of three BF16 ways; and of these our own."""
+    for model, (experts, k, n, activation) in EXPERTS.items():
+        multiply = functools.partial(_multiply, activation)
+        own = functools.partial(multiply, implementation="triton")
         for each in (1, 4, 16, 64):
             rows = experts * each
             if rows > 2048 and (model, each) != ("qwen3_30b_a3b", 64):
@@ -155,41 +157,61 @@ def grouped_cases() -> Iterator[Case]:
                 yield Case(
                     op="grouped_matmul",
                     shape=f"{model} {format.name} {rows} rows ({each} an expert)",
-                    ours=_swiglu,
-                    arguments=functools.partial(_grouped_arguments, format, rows, experts, k, n),
+                    ours=multiply,
+                    arguments=functools.partial(
+                        _grouped_arguments, format, rows, experts, k, n, activation is not None
+                    ),
                     baselines={
-                        "our bf16": functools.partial(_swiglu, implementation="triton"),
-                        "einsum": _batched,
-                        "ragged_dot": _ragged,
+                        "our bf16": own,
+                        "einsum": functools.partial(_batched, activation),
+                        "ragged_dot": functools.partial(_ragged, activation),
                     },
                     baseline_arguments=functools.partial(_grouped_arguments, None, rows, experts, k, n),
-                    bytes=weight_bytes(format, experts, k, n) + 2 * rows * k + 2 * rows * n,
+                    bytes=weight_bytes(format, experts, k, n)
+                    + 2 * rows * k
+                    + (4 if activation is None else 2) * rows * n,
                     must=1.9 if few else None,
                     aim=2.7 if few else None,
                 )
+        rows = 4 * experts
+        yield Case(
+            op="grouped_matmul bf16",
+            shape=f"{model} {rows} rows (4 an expert)",
+            ours=own,
+            arguments=functools.partial(_grouped_arguments, None, rows, experts, k, n),
+            bytes=2 * experts * k * n + 2 * rows * k + (4 if activation is None else 2) * rows * n,
+            must=0.7,
+            bandwidth=True,
+        )
 
 
-def _grouped_arguments(format: Fp4Format | None, rows: int, experts: int, k: int, n: int) -> tuple[Any, ...]:
+def _grouped_arguments(
+    format: Fp4Format | None, rows: int, experts: int, k: int, n: int, gated: bool = False
+) -> tuple[Any, ...]:
     w = normal(experts, k, n, seed=1, scale=k**-0.5)
     if format is not None:
-        w = weights(format, experts, k, n, gated=True)
+        w = weights(format, experts, k, n, gated=gated)
     return normal(rows, k), w, jnp.full((experts,), rows // experts, jnp.int32)
 
 
-def _swiglu(x: Any, w: Any, sizes: jax.Array, implementation: str | None = None) -> jax.Array:
-    return grouped_matmul(x, w, sizes, activation="swiglu", implementation=implementation)
+def _multiply(
+    activation: str | None, x: Any, w: Any, sizes: jax.Array, implementation: str | None = None
+) -> jax.Array:
+    return grouped_matmul(x, w, sizes, activation=activation, implementation=implementation)
 
 
-def _batched(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def _batched(activation: str | None, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     blocks = x.reshape(w.shape[0], -1, x.shape[-1])
-    return _activated(_library("ebk,ekn->ebn", blocks, w)).reshape(x.shape[0], -1)
+    return _activated(activation, _library("ebk,ekn->ebn", blocks, w)).reshape(x.shape[0], -1)
 
 
-def _ragged(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _activated(lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32))
+def _ragged(activation: str | None, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _activated(activation, lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32))
 
 
-def _activated(gate_up: jax.Array) -> jax.Array:
+def _activated(activation: str | None, gate_up: jax.Array) -> jax.Array:
+    if activation is None:
+        return gate_up
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
 

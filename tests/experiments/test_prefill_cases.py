@@ -1,5 +1,7 @@
 """The benchmark of prefill's quantization times what it says."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,7 @@ def test_every_call_rounds_its_own_keys_and_values(name):
     firsts = [jax.tree.map(lambda a, i=i: a + i, rows) for i in range(2)]
     format = get_format("nvfp4" if "nvfp4" in name else "mxfp4")
     for count, (q, k, v) in enumerate(firsts, start=1):  # a program's result is its last call's
-        out = many(case.ours, carried=False)(firsts[:count])
+        out = many(case.ours, carried=False)(firsts[:count], [()])
         k, v = (jax.jit(lambda a: dequantize(quantize(a, format)))(a) for a in (k, v))
         expected = (k, v)
         if "attention" in case.op:
@@ -36,8 +38,20 @@ def test_what_is_carried_goes_from_call_to_call():
     np.testing.assert_array_equal(np.asarray(program.firsts[0]), np.full(3, FEW + MANY))
 
 
+def test_other_arguments_are_read_in_turns(monkeypatch):
+    monkeypatch.setattr("experiments.bench_kernels.UNCACHED", 30)  # bytes: three copies of three numbers
+    program = Program(lambda x, w: x * w, (jnp.ones(3), jnp.full(3, 2.0)))
+    assert len(program.rests) == 3
+    marked = [(jnp.full(3, float(i)),) for i in range(3)]
+    for count in (1, 2, 3, 4):
+        out = program.run(program.firsts[:count], marked)
+        np.testing.assert_array_equal(np.asarray(out), np.full(3, (count - 1) % 3))
+
+
 def test_a_row_of_the_table_has_both_times(monkeypatch):
     case = CASES["prefill rounding of K and V tiny nvfp4 batch 2 tokens 8 head 32"]
+    attend = CASES["prefill attention tiny nvfp4 batch 2 tokens 8 head 32"]
+    case = dataclasses.replace(case, baselines=attend.baselines, bandwidth=False)
     for name, count in (("FEW", 1), ("MANY", 2)):
         monkeypatch.setattr(f"experiments.bench_kernels.{name}", count)
     monkeypatch.setattr("experiments.bench_kernels.timed", lambda programs: dict.fromkeys(programs, 5.0))
