@@ -217,13 +217,26 @@ def test_sinks_join_the_softmax_and_take_a_gradient(rng):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_named_shapes_are_served(run, name):
+@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+def test_named_shapes_are_served(implementation, name):
     shape = SHAPES[name]
     c = shape.cache
-    cache = jax.eval_shape(lambda: init_cache(c.batch, c.length, c.kv_heads, c.head_dim, NVFP4))
-    q = jax.ShapeDtypeStruct((c.batch, c.tokens, shape.q_heads, c.head_dim), jnp.bfloat16)
-    positions = jax.ShapeDtypeStruct((c.batch, c.tokens), jnp.int32)
-    out = jax.eval_shape(run, q, cache, positions)
+
+    def struct(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    rows, length, options = c.batch, c.length, {}
+    if c.page_size:
+        pages = c.length // c.page_size
+        rows, length, options = c.batch * pages, c.page_size, {"page_table": struct(c.batch, pages)}
+    if shape.sinks:
+        options["sinks"] = struct(shape.q_heads, dtype=jnp.float32)
+    cache = jax.eval_shape(lambda: init_cache(rows, length, c.kv_heads, c.head_dim, NVFP4))
+    q = struct(c.batch, c.tokens, shape.q_heads, c.head_dim, dtype=jnp.bfloat16)
+    run = functools.partial(attention, window=shape.window, implementation=implementation)
+    out = served(implementation, functools.partial(jax.eval_shape, run))(
+        q, cache, struct(c.batch, c.tokens), **options
+    )
     assert out.shape == q.shape and out.dtype == jnp.bfloat16
 
 
