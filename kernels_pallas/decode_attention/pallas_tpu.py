@@ -75,17 +75,18 @@ def attention(
     tokens, pages = splits * SPLIT, 1 if page_table is None else page_table.shape[1]
     steps = pl.cdiv(size, tokens)  # of a page or row
     table = jnp.arange(batch, dtype=jnp.int32)[:, None] if page_table is None else page_table
-    positions = positions[:, 0]
+    # The first entry that a query sees follows from its own position, also where that lies past the cache.
+    firsts = jnp.maximum(positions[:, 0] - (window or 0) + 1, 0)
+    positions = jnp.minimum(positions[:, 0], pages * size - 1)
     stacked = layer is not None
     arrays = [entries_last(leaf, stacked) for a in (cache.k, cache.v) for leaf in leaves(a)]
     arrays = target.left_in_hbm(arrays) if stacked else arrays
 
     def cache_spec(leaf):
-        def index(b, s, positions, table, layer):
+        def index(b, s, positions, table, layer, firsts):
             # Steps that see nothing fetch nothing: they stay at the first or the last one that does.
-            first = lax.div(_first_split(positions[b], window), splits)
-            last = lax.div(jnp.clip(positions[b], 0, pages * size - 1), tokens)
-            s = jnp.clip(s, jnp.minimum(first, last), last)
+            first = jnp.int32(0) if window is None else lax.div(firsts[b], tokens)
+            s = jnp.clip(s, first, lax.div(jnp.maximum(positions[b], 0), tokens))
             page = jnp.maximum(table[b * pages + lax.div(s, steps)], 0)
             return layer[0], page, *(0,) * len(rows), lax.rem(s, steps)
 
@@ -107,7 +108,7 @@ def attention(
             page=(steps, pages, size),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(batch, pages * steps),
             in_specs=[
                 query_spec(dim),
@@ -129,6 +130,7 @@ def attention(
         positions,
         table.reshape(-1),
         jnp.zeros((1,), jnp.int32) if layer is None else layer[None],
+        firsts,
         q,
         sinks,
         *arrays,
@@ -137,15 +139,11 @@ def attention(
     return out.reshape(batch, 1, q_heads, dim)
 
 
-def _first_split(position: Int32[Array, ""], window: int | None) -> Int32[Array, ""]:
-    """The split of the first entry that a query sees."""
-    return jnp.int32(0) if window is None else lax.div(jnp.maximum(position - window + 1, 0), SPLIT)
-
-
 def _kernel(
     positions,
     table,
     _,
+    firsts,
     q_ref,
     sinks_ref,
     *refs,
@@ -176,7 +174,7 @@ def _kernel(
         index = entry + lax.div(step, steps) * size
         seen = (index <= position) & (entry < size)
         if window is not None:
-            seen &= index > position - window
+            seen &= index >= firsts[b]
         lanes = pl.ds(pl.multiple_of(i * SPLIT, SPLIT), SPLIT)
         k = [ref[..., lanes] for ref in cache_refs[:arrays]]
         v = [ref[..., lanes] for ref in cache_refs[arrays:]]
@@ -205,7 +203,8 @@ def _kernel(
             total_ref[head] = total_ref[head] * before + total * share
             acc_ref[head] = acc_ref[head] * before + partial * share
 
-    first, last = _first_split(position, window), lax.div(jnp.clip(position, 0, pages * size - 1), SPLIT)
+    first = jnp.int32(0) if window is None else lax.div(firsts[b], SPLIT)
+    last = lax.div(jnp.maximum(position, 0), SPLIT)
     base = lax.div(step, steps) * lax.div(size + SPLIT - 1, SPLIT) + lax.rem(step, steps) * splits
 
     @pl.when((position >= 0) & (table[b * pages + lax.div(step, steps)] >= 0))
