@@ -58,6 +58,12 @@ def check_leaf(name: str, leaf: Any, dtype: Any, shape: tuple[int, ...] | None) 
         raise ValueError(f"{name} has shape {leaf.shape}; expected {shape}")
 
 
+def check_float(name: str, a: Any) -> None:
+    """TypeError unless an array is of floats."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        raise TypeError(f"{name} is {a.dtype}; expected a float dtype")
+
+
 def check_axis(axis: int) -> None:
     """ValueError unless `axis` is -1 or -2."""
     if axis not in (-1, -2):

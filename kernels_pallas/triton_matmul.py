@@ -137,9 +137,8 @@ def grouped_kernel(
     first_block = tl.sum(tl.where(index < group, blocks, 0), 0)
     size = tl.sum(tl.where(index == group, sizes, 0), 0)
     within = (row_block - first_block) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = (within < size) & (
-        first_row + within < ROWS
-    )  # sizes whose sum exceeds the rows reach no memory of others
+    # Sizes whose sum exceeds the rows reach no memory of others.
+    live = (within < size) & (first_row + within < ROWS)
     rows = (first_row + within).to(tl.int64)
 
     matrix = tl.minimum(group, GROUPS - 1).to(tl.int64)

@@ -24,7 +24,7 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
-# Every compiled program keeps memory mappings, 65530 of which a process may have; beyond them XLA crashes.
+# Every compiled program keeps memory mappings, of which Linux gives a process 65530 unless told otherwise.
 MANY_MAPPINGS = 16_000
 
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
+from kernels_pallas.arrays import check_float
 from kernels_pallas.decode_attention import pallas_tpu, reference, triton
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache.cache import KVCache
@@ -72,10 +73,9 @@ def attention(
       ValueError or TypeError for shapes or dtypes that do not fit.
     """
     heads, dim = cache.k.shape[-2:]
-    if q.shape[3] != dim or q.shape[2] % heads:
+    if q.shape[3] != dim or q.shape[2] == 0 or q.shape[2] % heads:
         raise ValueError(f"q {q.shape} [B, T, Hq, Dh] does not fit the cache {cache.k.shape} [..., H, Dh]")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"q is {q.dtype}; expected a float dtype")
+    check_float("q", q)
     check_cache(cache, q.shape[0], layer, page_table)
     if positions.dtype != jnp.int32:
         raise TypeError(f"positions is {positions.dtype}; expected int32")

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from kernels_pallas import formats, target, tiles
 from kernels_pallas.decode_attention.reference import SPLIT
 from kernels_pallas.formats import Fp4Format
-from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.kv_cache.cache import KVCache
 from kernels_pallas.kv_cache.pallas_tpu import cache_refusal, entries_last, leaves
 
@@ -42,7 +41,7 @@ def refusal(
         return f"it serves one query a sequence, not {q.shape[1]}"
     if q.dtype != jnp.bfloat16:
         return f"its queries are BF16, not {q.dtype}"
-    return empty_refusal(q) or cache_refusal(cache, page_table)
+    return cache_refusal(cache, page_table)
 
 
 def attention(

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas import triton_bridge
 from kernels_pallas.formats import MXFP4, NVFP4
-from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.kv_cache.cache import KVCache, init_cache
 from kernels_pallas.triton_bridge import CompileCase
 
@@ -48,7 +47,7 @@ def refusal(
         return f"pages of {cache.length} positions are not multiples of {tile}"
     if q.shape[0] * cache.k.shape[-2] > MAX_GRID:
         return f"{q.shape[0]} sequences of {cache.k.shape[-2]} KV heads exceed its {MAX_GRID} programs"
-    return empty_refusal(q) or triton_bridge.unavailable()
+    return triton_bridge.unavailable()
 
 
 def attention(

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from kernels_pallas.arrays import check_float
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.kv_cache import pallas_tpu, reference, triton
 from kernels_pallas.kv_cache.cache import AppendedRows, KVCache
@@ -52,8 +53,8 @@ def append(
     heads, dim = cache.k.shape[-2:]
     if k.shape != (batch, tokens, heads, dim) or v.shape != k.shape:
         raise ValueError(f"k {k.shape} and v {v.shape} do not fit the cache {cache.k.shape} [..., H, Dh]")
-    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in (k, v)):
-        raise TypeError(f"k is {k.dtype} and v {v.dtype}; expected float dtypes")
+    check_float("k", k)
+    check_float("v", v)
     check_cache(cache, batch, layer, page_table)
     if positions.shape != (batch, tokens) or valid.shape != (batch, tokens):
         raise ValueError(

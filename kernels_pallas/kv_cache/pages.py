@@ -29,8 +29,8 @@ def check_cache(
     expected = "[P, page_size, H, Dh]" if page_table is not None else "[B, S, H, Dh]"
     if layer is not None:
         expected = f"[L, {expected[1:]}"
-        if getattr(layer, "dtype", None) != jnp.int32 or layer.shape != ():
-            raise TypeError(f"layer is {layer!r}; expected an int32 scalar array")
+        if layer.dtype != jnp.int32 or layer.shape != ():
+            raise TypeError(f"layer is {layer.dtype} of shape {layer.shape}; expected an int32 scalar")
     if len(shape) != expected.count(",") + 1:
         raise ValueError(f"cache {shape} has {len(shape)} axes; expected {expected}")
     if page_table is None:

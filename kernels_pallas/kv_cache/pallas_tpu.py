@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kernels_pallas import target
 from kernels_pallas.arrays import Fp4Array
-from kernels_pallas.implementations import empty_refusal
 from kernels_pallas.kv_cache.cache import AppendedRows, KVCache
 from kernels_pallas.kv_cache.pages import entry_index
 from kernels_pallas.quantize import pallas_tpu as quantize_tpu
@@ -41,7 +40,7 @@ def refusal(
     """Why this kernel does not serve these arguments, None if it does."""
     if k.shape[1] != 1:
         return f"it appends one token to each sequence, not {k.shape[1]}"
-    return empty_refusal(k) or cache_refusal(cache, page_table)
+    return cache_refusal(cache, page_table)
 
 
 def cache_refusal(cache: KVCache, page_table: jax.Array | jax.ShapeDtypeStruct | None) -> str | None:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Shaped, UInt8
 
-from kernels_pallas.arrays import Fp4Array, Fp4Codes, check_axis, check_block
+from kernels_pallas.arrays import Fp4Array, Fp4Codes, check_axis, check_block, check_float
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.quantize import pallas_tpu, reference, triton
@@ -122,8 +122,7 @@ def rms_norm_quantize(
     _check(x, format, -1, (-1,), "amax")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"x is {x.dtype}; expected bfloat16 or float32")
-    if not jnp.issubdtype(gain.dtype, jnp.floating):
-        raise TypeError(f"gain is {gain.dtype}; expected a float dtype")
+    check_float("gain", gain)
     if gain.shape != x.shape[-1:]:
         raise ValueError(f"gain has shape {gain.shape}; expected {x.shape[-1:]}, one value per column of x")
     run = select("rms_norm_quantize", implementation, NORM_IMPLEMENTATIONS, x, gain, eps, format)

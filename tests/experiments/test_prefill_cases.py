@@ -1,13 +1,14 @@
 """The benchmark of prefill's quantization times what it says."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench_kernels import FEW, MANY, Program, many, measure
+from experiments.bench_kernels import FEW, MANY, Copies, Program, many, measure
 from experiments.prefill_cases import SHAPES, PrefillShape, prefill_cases
 from kernels_pallas.formats import get_format
 from kernels_pallas.quantize import dequantize, quantize
@@ -38,6 +39,12 @@ def test_what_is_carried_goes_from_call_to_call():
     np.testing.assert_array_equal(np.asarray(program.firsts[0]), np.full(3, FEW + MANY))
 
 
+def test_the_driver_copies_every_array():
+    program = Copies(jnp.arange(1024.0))
+    hlo = program.run.lower(program.firsts[:3], program.rests).compile().as_text()
+    assert len(re.findall(r"= f32\[1024\]\S* copy\(", hlo)) == 3
+
+
 def test_other_arguments_are_read_in_turns(monkeypatch):
     monkeypatch.setattr("experiments.bench_kernels.UNCACHED", 30)  # bytes: three copies of three numbers
     program = Program(lambda x, w: x * w, (jnp.ones(3), jnp.full(3, 2.0)))
@@ -49,9 +56,7 @@ def test_other_arguments_are_read_in_turns(monkeypatch):
 
 
 def test_a_row_of_the_table_has_both_times(monkeypatch):
-    case = CASES["prefill rounding of K and V tiny nvfp4 batch 2 tokens 8 head 32"]
-    attend = CASES["prefill attention tiny nvfp4 batch 2 tokens 8 head 32"]
-    case = dataclasses.replace(case, baselines=attend.baselines, bandwidth=False)
+    case = dataclasses.replace(CASES["prefill attention tiny nvfp4 batch 2 tokens 8 head 32"], bytes=1000)
     for name, count in (("FEW", 1), ("MANY", 2)):
         monkeypatch.setattr(f"experiments.bench_kernels.{name}", count)
     monkeypatch.setattr("experiments.bench_kernels.timed", lambda programs: dict.fromkeys(programs, 5.0))

@@ -13,7 +13,7 @@ from kernels_pallas.decode_attention.api import IMPLEMENTATIONS
 from kernels_pallas.decode_attention.shapes import SHAPES
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.kv_cache import KVCache, append, init_cache
-from kernels_pallas.quantize import dequantize
+from kernels_pallas.quantize import dequantize, quantize
 from tests.kernels_pallas.serving import served
 
 TINY = SHAPES["tiny"]
@@ -102,9 +102,10 @@ def test_splits_of_a_long_context_combine(run, rng):
 def test_a_position_past_the_cache_sees_what_its_window_reaches(rng, implementation, window):
     run = served(implementation, functools.partial(attention, implementation=implementation))
     length, past = 160, 5
-    k, v = (jnp.asarray(rng.standard_normal((2, length, 2, 64)), jnp.bfloat16) for _ in range(2))
-    q = jnp.asarray(rng.standard_normal((2, 1, 4, 64)), jnp.bfloat16)
-    cache, *_ = append(init_cache(2, length, 2, 64, NVFP4), k, v, *everywhere(2, length))
+    k, v = (
+        quantize(jnp.asarray(rng.standard_normal((2, length, 2, 64)), jnp.bfloat16), NVFP4) for _ in range(2)
+    )
+    cache, q = KVCache(k=k, v=v), jnp.asarray(rng.standard_normal((2, 1, 4, 64)), jnp.bfloat16)
     last = jnp.int32([[length - 1], [length - 1]])
     found = np.asarray(run(q, cache, last + past, window=window))
     if window is not None and window <= past:
@@ -112,12 +113,6 @@ def test_a_position_past_the_cache_sees_what_its_window_reaches(rng, implementat
     else:
         expected = run(q, cache, last, window=None if window is None else window - past)
         np.testing.assert_array_equal(found, np.asarray(expected))
-
-
-def everywhere(batch, count):
-    """Positions from 0 on, all of them valid."""
-    positions = jnp.tile(jnp.arange(count, dtype=jnp.int32), (batch, 1))
-    return positions, jnp.ones(positions.shape, bool)
 
 
 def test_decode_agrees_with_prefill_in_float32(run, rng):

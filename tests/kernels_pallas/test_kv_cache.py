@@ -135,7 +135,7 @@ def test_errors_name_what_is_wrong(rng):
         append(KVCache(k=cache.k, v=empty(MXFP4).v), k, v, positions, valid)
     with pytest.raises(ValueError, match=r"page_table has shape \(3, 0\).*at least one page"):
         append(cache, k, v, positions, valid, page_table=jnp.zeros((3, 0), jnp.int32))
-    with pytest.raises(TypeError, match=r"layer is .*float32.*; expected an int32 scalar array"):
+    with pytest.raises(TypeError, match=r"layer is float32 of shape \(\); expected an int32 scalar"):
         append(empty(NVFP4, layers=2), k, v, positions, valid, layer=jnp.float32(0))
     with pytest.raises(TypeError, match="k is int32"):
         append(cache, k.astype(jnp.int32), v, positions, valid)
