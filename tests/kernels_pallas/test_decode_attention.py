@@ -13,7 +13,8 @@ from kernels_pallas.decode_attention.api import IMPLEMENTATIONS
 from kernels_pallas.decode_attention.shapes import SHAPES
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.kv_cache import KVCache, append, init_cache
-from kernels_pallas.quantize import dequantize, quantize
+from kernels_pallas.quantize import dequantize
+from tests.kernels_pallas.jitted import quantize
 from tests.kernels_pallas.serving import served
 
 TINY = SHAPES["tiny"]

@@ -16,8 +16,8 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_matmul.api import IMPLEMENTATIONS
 from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.matmul import matmul
-from kernels_pallas.quantize import quantize
 from kernels_pallas.target import interpreted
+from tests.kernels_pallas.jitted import quantize
 from tests.kernels_pallas.serving import served
 
 BATCHES = (1, 3, 16, 64, 257)

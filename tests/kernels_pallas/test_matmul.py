@@ -14,7 +14,8 @@ from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.matmul import matmul
 from kernels_pallas.matmul.api import IMPLEMENTATIONS
 from kernels_pallas.matmul.shapes import SHAPES
-from kernels_pallas.quantize import dequantize, quantize
+from kernels_pallas.quantize import dequantize
+from tests.kernels_pallas.jitted import quantize
 from tests.kernels_pallas.serving import served
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)

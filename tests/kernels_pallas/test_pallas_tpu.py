@@ -17,8 +17,8 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_matmul.pallas_tpu import visits
 from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.matmul import matmul
-from kernels_pallas.quantize import operand, quantize
 from kernels_pallas.target import Target, target
+from tests.kernels_pallas.jitted import operand, quantize
 
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
 GENERATIONS = pytest.mark.parametrize("generation", [5, 6, 7])
@@ -46,12 +46,13 @@ def test_every_code_under_every_scale_decodes_exactly(format, generation):
         tiles.stage_scales(scales_ref[...], staged, format, generation, None)
         out_ref[...] = tiles.decoded(words_ref[...], staged.at[0], format, generation).astype(jnp.float32)
 
-    decoded = pl.pallas_call(
+    decode = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((size, 128), jnp.float32),
         scratch_shapes=[pltpu.VMEM((1, 1, size // format.block, 128), jnp.uint32)],
         interpret=True,
-    )(w.words, w.scales)
+    )
+    decoded = jax.jit(decode)(w.words, w.scales)
     order = np.asarray(tiles.permuted(jnp.arange(size), generation))
     values = np.empty((size, 128))
     values[order] = np.asarray(decoded, np.float64) * tiles.unit(generation)

@@ -11,8 +11,8 @@ import pytest
 from kernels_pallas.formats import MXFP4, NVFP4, decode_scales
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.matmul import matmul
-from kernels_pallas.quantize import quantize
 from kernels_pallas.tiled import _narrow, _widen, tile
+from tests.kernels_pallas.jitted import quantize
 
 # One program each in the place of dozens of operations that are compiled one by one.
 tiled_weights = jax.jit(tile, static_argnames="gated")
@@ -20,7 +20,6 @@ untiled = jax.jit(lambda w: w.untile())
 FORMATS = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def packed(format, *shape):
     return quantize(jax.random.normal(jax.random.key(0), shape), format, axis=-2, row_axes=(-2, -1))
 
@@ -77,7 +76,7 @@ def test_the_reference_takes_tiled_weights(format):
 
 
 def test_errors_name_what_is_wrong():
-    columns = jax.jit(lambda w: quantize(w, NVFP4, axis=-2, row_axes=(-2,)))(jnp.ones((64, 32)))
+    columns = quantize(jnp.ones((64, 32)), NVFP4, axis=-2, row_axes=(-2,))
     with pytest.raises(ValueError, match="one row scale per matrix"):
         tile(columns)
     with pytest.raises(ValueError, match="33 columns cannot be a gate and an up projection"):
