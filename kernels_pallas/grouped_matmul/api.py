@@ -18,7 +18,7 @@ from kernels_pallas.tiled import TiledFp4Array, tile
 ACTIVATIONS = ("swiglu",)
 
 
-def arranged(w: Float[Array, "l e k n"] | Fp4Array, *, gated: bool) -> Any:
+def arranged(w: Float[Array, "l *matrices k n"] | Fp4Array, *, gated: bool) -> Any:
     """Matrices stacked over layers as this machine's kernel reads them, a copy for as long as they are used.
 
     On one NVIDIA GPU packed matrices are tiled, and BF16 ones come as a `Stacked` whose layer is to be replaced, which

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.implementations import Implementation, select
 from kernels_pallas.matmul import pallas_tpu, reference, triton
 from kernels_pallas.tiled import TiledFp4Array
@@ -18,7 +18,7 @@ MODES = ("fast", "invariant")
 
 def matmul(
     x: Shaped[Array, "..."] | Fp4Array,
-    w: Shaped[Array, "..."] | Fp4Array | TiledFp4Array,
+    w: Shaped[Array, "..."] | Fp4Array | TiledFp4Array | Stacked,
     *,
     mode: str = "invariant",
     implementation: str | None = None,
@@ -27,7 +27,8 @@ def matmul(
 
     Args:
       x: bfloat16, float32 or float64 array, or an Fp4Array along axis -1.
-      w: an array of the dtype of `x`, or an Fp4Array along axis -2 (its row one matrix, or one column), or tiled.
+      w: an array of the dtype of `x`, or an Fp4Array along axis -2 (its row one matrix, or one column), or tiled; or
+        one layer of a stack of arrays.
       mode: of kernels: "invariant", a row's result does not depend on how many rows there are, or "fast". What XLA
         compiles promises neither.
 
@@ -42,8 +43,12 @@ def matmul(
       TypeError for operands of different or unsupported dtypes, ValueError for shapes that do not fit.
     """
     check_operand("x", x, -1)
-    check_operand("w", w, -2)
-    check_dtypes(x, w)
+    matrix = w
+    if isinstance(w, Stacked):
+        w.check()
+        matrix = w.array
+    check_operand("w", matrix, -2)
+    check_dtypes(x, matrix)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"cannot multiply x {x.shape} by w {w.shape}; expected [..., K] and [K, N]")
     if mode not in MODES:

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
 from kernels_pallas import target
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.contraction import COLUMNS, Contraction
 from kernels_pallas.gradients import with_gradient_of
 from kernels_pallas.implementations import empty_refusal
@@ -22,7 +22,7 @@ ROWS, LEAST_ROWS = 256, 16
 
 def refusal(
     x: jax.Array | jax.ShapeDtypeStruct | Fp4Array,
-    w: jax.Array | jax.ShapeDtypeStruct | Fp4Array | TiledFp4Array,
+    w: jax.Array | jax.ShapeDtypeStruct | Fp4Array | TiledFp4Array | Stacked,
     *,
     mode: str,
 ) -> str | None:

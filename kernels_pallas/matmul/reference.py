@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from kernels_pallas import dots, formats
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.quantize.reference import operand
 from kernels_pallas.tiled import TiledFp4Array
 
@@ -29,10 +29,14 @@ def row_scale(a: Float[Array, "..."] | Fp4Array | TiledFp4Array) -> Float[Array,
 
 
 def matmul(
-    x: Float[Array, "..."] | Fp4Array, w: Float[Array, "..."] | Fp4Array | TiledFp4Array, *, mode: str
+    x: Float[Array, "..."] | Fp4Array,
+    w: Float[Array, "..."] | Fp4Array | TiledFp4Array | Stacked,
+    *,
+    mode: str,
 ) -> Float[Array, "..."]:
     """See `api.matmul`."""
     del mode  # XLA's business
+    w = w.slice() if isinstance(w, Stacked) else w
     w = w.untile() if isinstance(w, TiledFp4Array) else w
     left, right = operands(x, w)
     flat = left.reshape(-1, left.shape[-1])

@@ -1,7 +1,8 @@
-"""Matmul with FP4 weights on NVIDIA GPUs: the grouped kernel with one group."""
+"""Matmul with FP4 weights, or a layer of a BF16 stack, on NVIDIA GPUs: the grouped kernel with one group."""
 
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas import formats, triton_bridge
-from kernels_pallas.arrays import Fp4Array
+from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.gradients import with_gradient_of
 from kernels_pallas.implementations import empty_refusal
@@ -27,10 +28,14 @@ DISPATCH = json.loads((pathlib.Path(__file__).parent / "dispatch.json").read_tex
 
 Between 256 rows, where the kernel was faster on an H200 than that, and 2048, where it was estimated not to be.
 """
+MAX_STACK_ROWS = 256
+"""Rows up to which a layer of a BF16 stack is multiplied where it lies; for more, cutting it out is little work."""
 
 
 def refusal(x: Any, w: Any, *, mode: str) -> str | None:
     """Why this kernel does not serve these arguments, None if it does."""
+    if isinstance(w, Stacked):
+        return _stack_refusal(x, w)
     if not isinstance(w, Fp4Array | TiledFp4Array):
         return "w is not FP4; the library's GEMM serves arrays"
     if not isinstance(x, Fp4Array) and x.dtype != jnp.bfloat16:
@@ -40,9 +45,22 @@ def refusal(x: Any, w: Any, *, mode: str) -> str | None:
     return empty_refusal(x, w) or triton_bridge.unavailable()
 
 
+def _stack_refusal(x: Any, w: Stacked) -> str | None:
+    for name, a in (("x", x), ("a stack", w.array)):
+        if isinstance(a, Fp4Array | TiledFp4Array) or a.dtype != jnp.bfloat16:
+            return f"layers of a stack and their rows are bfloat16 arrays, {name} is not"
+    k, n = w.shape
+    if n % 16 or k % 8:
+        return f"BF16 matrices of {k} x {n} are not multiples of 8 x 16"
+    rows = math.prod(x.shape[:-1])
+    if rows > MAX_STACK_ROWS:
+        return f"{rows} rows of a layer of a stack exceed its {MAX_STACK_ROWS}"
+    return empty_refusal(x, w) or triton_bridge.unavailable()
+
+
 @with_gradient_of(reference.matmul)
 def matmul(
-    x: Float[Array, "... k"] | Fp4Array, w: Fp4Array | TiledFp4Array, *, mode: str
+    x: Float[Array, "... k"] | Fp4Array, w: Fp4Array | TiledFp4Array | Stacked, *, mode: str
 ) -> Float[Array, "... n"]:
     """See `api.matmul`. An Fp4Array is tiled first: do that once, where weights are synchronised."""
     if isinstance(w, Fp4Array):
@@ -52,12 +70,15 @@ def matmul(
     return _rows(x, w, mode).reshape(*lead, w.shape[-1])
 
 
-def _rows(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array, mode: str) -> Float[Array, "m n"]:
+def _rows(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array | Stacked, mode: str) -> Float[Array, "m n"]:
     rows = x.shape[0]
-    if mode == "fast" and rows >= DISPATCH.get(jax.devices()[0].device_kind, DISPATCH["default"]):
-        return _library(x, w)
-    one = jax.tree.map(lambda leaf: leaf[None], w)
-    split, columns = _split(*w.padded, rows if mode == "fast" else 1)
+    if isinstance(w, Stacked):
+        one, size = Stacked(w.array[:, None], w.layer), w.shape
+    else:
+        if mode == "fast" and rows >= DISPATCH.get(jax.devices()[0].device_kind, DISPATCH["default"]):
+            return _library(x, w)
+        one, size = jax.tree.map(lambda leaf: leaf[None], w), w.padded
+    split, columns = _split(*size, rows if mode == "fast" else 1)
     parts = launch(x, one, jnp.full((1,), rows, jnp.int32), gated=False, split=split, columns=columns)
     # One after the other: XLA's reduction orders a sum by the number of rows.
     return functools.reduce(jnp.add, [parts[i] for i in range(split)])
@@ -101,3 +122,10 @@ def compile_cases() -> Iterator[CompileCase]:
                 f"matmul_{format.name}_{rows}", run, (x, w), local_bytes=64 if rows == 256 else 0
             )
         yield CompileCase(f"operand_{format.name}", decoded, (w,))
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    for rows, k, n in ((64, 2048, 4096), (256, 4096, 2048), (16, 2880, 512)):
+        stack = Stacked(jax.ShapeDtypeStruct((48, k, n), jnp.bfloat16), layer)
+        x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
+        yield CompileCase(
+            f"matmul_layer_{rows}x{k}x{n}", functools.partial(matmul, mode="invariant"), (x, stack)
+        )

@@ -10,6 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
 from kernels_pallas import dots
+from kernels_pallas.arrays import Stacked
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.matmul import matmul
 from kernels_pallas.matmul.api import IMPLEMENTATIONS
@@ -122,6 +123,13 @@ def test_gradients_equal_those_of_a_plain_matmul_in_float32(run, rng):
             np.testing.assert_allclose(np.asarray(ours), np.asarray(plain), rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_of_a_stack_is_that_layer_alone(run, rng):
+    x = jnp.asarray(rng.integers(-6, 7, (3, 5, 64)), jnp.bfloat16)  # sums are exact in any order
+    stack = jnp.asarray(rng.integers(-6, 7, (3, 64, 48)), jnp.bfloat16)
+    expected = matmul(x, stack[2], implementation="reference")
+    np.testing.assert_array_equal(np.asarray(run(x, Stacked(stack, jnp.int32(2)))), np.asarray(expected))
+
+
 @FORMATS
 def test_gradient_past_packed_weights_is_that_of_their_values(run, operands, format):
     x, w = operands
@@ -185,6 +193,8 @@ def test_errors_name_what_is_wrong(operands):
         matmul(x, w.T)
     with pytest.raises(TypeError, match="x is float32 and w is bfloat16"):
         matmul(x.astype(jnp.float32), w)
+    with pytest.raises(TypeError, match="layer is float32; expected int32"):
+        matmul(x, Stacked(w[None], jnp.float32(0)))
     with pytest.raises(TypeError, match="x is int32; expected bfloat16"):
         matmul(x.astype(jnp.int32), w)
     with pytest.raises(ValueError, match="w is FP4 along axis -1; expected axis -2"):

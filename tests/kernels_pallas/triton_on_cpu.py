@@ -139,6 +139,12 @@ def matmul_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator
             grouped_triton.grouped_matmul(x, poisoned, sizes)[sizes[0] :],
             (expected[sizes[0] :]),
         )
+    if format is None:
+        x, w = integers(5, 2048), integers(2048, 96)
+        stack = Stacked(jnp.stack([jnp.full_like(w, jnp.nan), w]), jnp.int32(1))
+        expected = matmul_reference.matmul(x, w, mode="fast")
+        for mode in ("fast", "invariant"):
+            yield f"{mode}, layer of a stack", matmul_triton.matmul(x, stack, mode=mode), expected
     if format is not None:
         x, w = integers(5, 2048), reference.quantize(integers(2048, 96), format, axis=-2, row_axes=(-2, -1))
         expected = matmul_reference.matmul(x, w, mode="fast")

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import norms
+from kernels_pallas.arrays import Stacked
 from kernels_pallas.matmul import matmul
 from trace_jax.quant import cast_weight
 
@@ -64,8 +65,9 @@ def rms_norm(
 def linear(
     x: Float[Array, "*rows K"], w: nnx.Param, bias: nnx.Param | None = None
 ) -> Float[Array, "*rows N"]:
-    """Projection in the compute dtype; a bias is added before the result is rounded."""
-    out = matmul(x, cast_weight(w[...], x.dtype))
+    """Projection in the compute dtype; a bias is added before the result is rounded. `w` may be a layer of a stack."""
+    value = w.get_value()
+    out = matmul(x, value if isinstance(value, Stacked) else cast_weight(value, x.dtype))
     if bias is not None:
         row = cast_weight(bias[...], x.dtype).astype(out.dtype)
         out = out + row.reshape((1,) * (out.ndim - 1) + (-1,))

@@ -17,6 +17,9 @@ EXPERT_WEIGHTS = ("gate_up", "down")
 KEPT_WIDE = ("router_correction", "log_rate", "output_norm")
 """Few values that stay FP32 in a rollout, as checkpoints hold them: they choose experts, and gate DeltaNet's state."""
 
+PROJECTIONS = ("query", "key", "value", "output", "gate", "query_down", "query_up", "kv_down", "qkv")
+"""Matrices of mixers in the compute dtype, beside those of dense layers and of shared experts."""
+
 GATED = ("gate_up",)
 """Those whose columns are a gate's, then those of an up projection."""
 
@@ -76,13 +79,25 @@ def expert_guides(rollout: nnx.State) -> dict[str, Fp4Array]:
     return {path[-1]: v.get_value() for path, v in flat.items() if isinstance(v.get_value(), Fp4Array)}
 
 
+def is_projection(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter holds the matrices in the compute dtype that `models.layers.linear` multiplies by."""
+    stack, name = path[-2:] if len(path) > 1 else (None, path[-1])
+    return (
+        (stack in ("attention", "delta", "latent") and name in PROJECTIONS)
+        or (stack == "dense" and name in EXPERT_WEIGHTS)
+        or (stack == "moe" and name in ("shared_gate_up", "shared_down"))
+    )
+
+
 def arranged_for_kernels(rollout: nnx.State) -> nnx.State:
-    """Rollout parameters with the experts as this machine's kernels read them: for a rollout, kept nowhere else."""
+    """Rollout parameters as this machine's kernels read them, experts and projections: kept nowhere else."""
 
     def convert(path, variable):
-        if not is_expert_weight(path):
+        if not (is_expert_weight(path) or is_projection(path)):
             return variable
-        return variable.replace(arranged(variable.get_value(), gated=path[-1] in GATED))
+        return variable.replace(
+            arranged(variable.get_value(), gated=is_expert_weight(path) and path[-1] in GATED)
+        )
 
     flat = nnx.to_flat_state(rollout)
     return nnx.from_flat_state([(path, convert(path, variable)) for path, variable in flat])

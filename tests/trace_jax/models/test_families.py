@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 from experiments.check_hf import logits_of, read_reference
+from kernels_pallas.arrays import Stacked
 from tests.trace_jax.families import FAMILIES, ROOT, config_of
 from trace_jax.hf import load_model
 from trace_jax.models import abstract, init_cache
-from trace_jax.quant import Bf16Numerics
+from trace_jax.quant import Bf16Numerics, arranged_for_kernels
 
 TOLERANCE = 1e-4
 PROMPTS = np.array([24, 11])
@@ -45,6 +46,23 @@ def feed(config, params, tokens, positions, valid, cache):
     model = nnx.merge(abstract(config)[0], params)
     out = model(tokens, positions, valid, numerics=Bf16Numerics(), cache=cache)
     return model.logits(out.hidden), out.cache
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "gpt_oss", "deepseek_v3"])
+def test_stacks_that_are_not_cut_give_the_same(family, monkeypatch):
+    """Every projection, by its index in a stack, as a rollout's kernels on a GPU take it."""
+    config, params = checkpoint(family)
+    monkeypatch.setattr("trace_jax.quant.weights.arranged", lambda w, gated: Stacked(w, jnp.int32(0)))
+    stacked = arranged_for_kernels(params)
+    values = [leaf.get_value() for _, leaf in nnx.to_flat_state(stacked)]
+    assert sum(isinstance(value, Stacked) for value in values) >= 6
+    tokens, _, _ = full_forward(family)
+    tokens = tokens[:, : PROMPTS.max()]
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    valid = positions < PROMPTS[:, None]
+    cache = init_cache(config, len(tokens), full_forward(family)[0].shape[1], None)
+    expected, found = (feed(config, p, tokens, positions, valid, cache)[0] for p in (params, stacked))
+    np.testing.assert_allclose(np.asarray(found)[valid], np.asarray(expected)[valid], atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
