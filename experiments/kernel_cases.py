@@ -16,6 +16,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.guided_round import Guide, guided_values
 from kernels_pallas.kv_cache import KVCache, append
 from kernels_pallas.matmul import matmul
+from kernels_pallas.matmul.triton import decoded_once
 from kernels_pallas.quantize import quantize, quantize_recorded, rms_norm_quantize
 from kernels_pallas.tiled import TiledFp4Array, tile
 from kernels_pallas.tiled_matmul import decoded
@@ -107,6 +108,15 @@ def matmul_cases() -> Iterator[Case]:
             must=0.75,
             aim=0.85,
         )
+    for rows in (256, 512, 1024, 2048):  # where `dispatch.json` has the switch of mode "fast"
+        for format in (NVFP4, MXFP4):
+            yield Case(
+                op="matmul, decoded in the kernel",
+                shape=f"{format.name} {rows} x {k} x {n}",
+                ours=functools.partial(matmul, mode="invariant"),
+                arguments=functools.partial(_dense_arguments, format, rows),
+                baselines={"decoded once": decoded_once},
+            )
     for format in (NVFP4, MXFP4):
         yield Case(
             op="dequantize weights",
@@ -144,15 +154,18 @@ EXPERTS = {  # experts, K, N of gate and up projections, and the activation that
 
 
 def grouped_cases() -> Iterator[Case]:
-    """Gate and up projections, 1 to 64 rows an expert, against the best of three BF16 ways; and of these our own."""
+    """Gate and up projections, 1 to 2048 rows an expert, against the best of three BF16 ways; and of these our own."""
     for model, (experts, k, n, activation) in EXPERTS.items():
         multiply = functools.partial(_multiply, activation)
         own = functools.partial(multiply, implementation="triton")
         width = n if activation is None else n // 2  # of the result, in FP32
-        for each in (1, 4, 16, 64):
+        for each in (1, 4, 16, 64, 256, 2048):
             rows = experts * each
-            if rows > 2048 and (model, each) != ("qwen3_30b_a3b", 64):
+            if rows > 2048 and model != "qwen3_30b_a3b":
                 continue
+            baselines = {"our bf16": own, "einsum": functools.partial(_batched, activation)}
+            if each <= 64:  # it multiplies every row by every expert's matrix
+                baselines["ragged_dot"] = functools.partial(_ragged, activation)
             for format in (NVFP4, MXFP4):
                 few = each <= 4
                 yield Case(
@@ -162,11 +175,7 @@ def grouped_cases() -> Iterator[Case]:
                     arguments=functools.partial(
                         _grouped_arguments, format, rows, experts, k, n, activation is not None
                     ),
-                    baselines={
-                        "our bf16": own,
-                        "einsum": functools.partial(_batched, activation),
-                        "ragged_dot": functools.partial(_ragged, activation),
-                    },
+                    baselines=baselines,
                     baseline_arguments=functools.partial(_grouped_arguments, None, rows, experts, k, n),
                     bytes=weight_bytes(format, experts, k, n) + 2 * rows * k + 4 * rows * width,
                     must=1.9 if few else None,

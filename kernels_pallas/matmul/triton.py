@@ -76,7 +76,7 @@ def _rows(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array | Stacked, mode: s
         one, size = Stacked(w.array[:, None], w.layer), w.shape
     else:
         if mode == "fast" and rows >= DISPATCH.get(jax.devices()[0].device_kind, DISPATCH["default"]):
-            return _library(x, w)
+            return decoded_once(x, w)
         one, size = jax.tree.map(lambda leaf: leaf[None], w), w.padded
     split, columns = _split(*size, rows if mode == "fast" else 1)
     parts = launch(x, one, jnp.full((1,), rows, jnp.int32), gated=False, split=split, columns=columns)
@@ -97,7 +97,7 @@ def _split(k: int, n: int, rows: int) -> tuple[int, int]:
     return split, columns
 
 
-def _library(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array) -> Float[Array, "m n"]:
+def decoded_once(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array) -> Float[Array, "m n"]:
     """Weights decoded to BF16, then the library's GEMM."""
     x_scale, left = row_scale(x), operand(x) if isinstance(x, Fp4Array) else x
     k, n = w.size
