@@ -31,24 +31,24 @@ GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
 
 
 def many(run: Run, carried: bool) -> Run:
-    """A program of as many calls as it is given first arguments, one after the other: the last one's result.
+    """A program of as many calls as it is given first arguments; they take the others in turns from `rests`.
 
-    Every call has a first argument of its own, without which XLA makes one call of all, and takes the others in turns
-    from `rests`. Only one result leaves the program: a further one takes the host microseconds. `carried`: a call's
-    result is the next one's first argument, whose buffer it may take.
+    Its result is one number made of one element of every array that a call returns: arrays that leave a program take
+    the host microseconds each, and what nothing reads the compiler drops. Barriers before a call keep XLA from making
+    one product of several with the same weights, those after it from computing the one element alone. `carried`: a
+    call's result is the next one's first argument, whose buffer it may take, and the last one is returned.
     """
 
     def calls(firsts: list[Any], rests: list[tuple[Any, ...]]) -> Any:
-        result = None
+        result, seen = None, []
         for i, first in enumerate(firsts):
             rest = rests[i % len(rests)]
             if carried:
                 result = run(first if result is None else result, *rest)
                 continue
-            if result is not None:  # XLA would merge products with the same weights into one
-                first, _ = jax.lax.optimization_barrier((first, result))
-            result = run(first, *rest)
-        return result
+            result = jax.lax.optimization_barrier(run(*jax.lax.optimization_barrier((first, *rest))))
+            seen += [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(result)]
+        return result if carried else jnp.stack(seen).sum()
 
     return jax.jit(calls, donate_argnums=0 if carried else ())
 
@@ -106,6 +106,8 @@ def copy_bandwidth() -> float:
     """Bytes a microsecond, read and written, of a GiB: by the faster of an elementwise pass and the driver's copy."""
     x = normal(2**29)
     times = timed({"pass": Program(lambda x: x * jnp.bfloat16(1.5), (x,)), "copy": Copies(x)})
+    if not 0 < max(times.values()) < MOST * min(times.values()):
+        raise RuntimeError(f"a copy and a pass took {times} us: the compiler dropped one of them.")
     return 2 * x.nbytes / min(times.values())
 
 

@@ -2,6 +2,7 @@
 only to run a kernel.
 """
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ def call(
     """
     import jax_triton
 
+    _call_by_typed_interface()
     return jax_triton.triton_call(
         *arguments,
         kernel=kernel,
@@ -81,6 +83,29 @@ def call(
         name=kernel.fn.__name__,
         **constants,
     )
+
+
+@functools.cache
+def _call_by_typed_interface() -> None:
+    """Lowers `jax_triton`'s calls to XLA's typed custom calls: only those does XLA record into CUDA graphs.
+
+    By the untyped ones, which jax_triton 0.3.1 emits, every call costs the host a launch of its own.
+    """
+    from jax.interpreters import mlir
+    from jax_triton import triton_lib
+    from jaxlib.mlir import ir
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        results = triton_lib.triton_kernel_call_lowering(
+            triton_lib.get_cuda_backend, ctx, *operands, **params
+        )
+        attributes = results[0].owner.attributes
+        attributes["backend_config"] = ir.DictAttr.get({"opaque": attributes["backend_config"]})
+        attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
+        attributes["call_target_name"] = ir.StringAttr.get("triton_kernel_call_ffi")
+        return results
+
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, lower, platform="cuda")
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ def report(hlo: str, least: int) -> dict:
     for i in instructions(hlo):
         # Triton's calls are nameless.
         kernel = re.search(
-            r'op_name="[^"]*/(\w+)/pallas_call"|custom_call_target="(triton)_kernel_call"', i.line
+            r'op_name="[^"]*/(\w+)/pallas_call"|custom_call_target="(triton)_kernel_call_ffi"', i.line
         )
         if i.operation == "custom-call" and kernel:
             name = kernel.group(1) or kernel.group(2)
