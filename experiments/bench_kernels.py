@@ -3,8 +3,8 @@
     python -m experiments.bench_kernels --list
     python -m experiments.bench_kernels [--group matmul|grouped_matmul|decode_attention|prefill|rounding] [--out DIR]
 
-A program calls an op many times; shown is what `MANY` calls take longer than `FEW`, over the difference, the median of
-`REPEATS` rounds in which kernel and baselines take turns. Times are compared within one run only.
+A program calls an op many times; shown is what many calls take longer than `FEW`, over the difference, the median of
+rounds in which kernel and baselines take turns. Times are compared within one run only.
 """
 
 import argparse
@@ -24,8 +24,15 @@ from experiments.kernel_list import describe
 from experiments.prefill_cases import prefill_cases
 from trace_jax.runs import describe_environment
 
-FEW, MANY, REPEATS = 2, 14, 11
+FEW = 2
+MANY = (
+    14,
+    64,
+)  # calls at least and at most: as many as take several times what the host's start of a program varies
+LONG = 5e3  # microseconds that the calls of a program shall take at least
+ROUNDS, SECONDS = (11, 61), 1.0  # rounds at least and at most, and time for those that are not needed
 UNCACHED = 2**28  # bytes that calls must read between two reads of the same: several times a GPU's cache
+MOST_COPIED = 2**30  # bytes of first arguments beyond which a program has no more calls than the least
 MOST = 2.0  # times a copy's bandwidth, that an op may reach by what its inputs have in a cache
 GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
 
@@ -54,21 +61,21 @@ def many(run: Run, carried: bool) -> Run:
 
 
 class Program:
-    """One op, called `FEW` and `MANY` times in a program: what `MANY` takes longer is time of the device alone."""
+    """One op, called `FEW` and `count` times in a program: what more calls take longer is time of the device alone."""
 
-    def __init__(self, run: Run, arguments: tuple[Any, ...], carried: bool = False):
+    def __init__(self, run: Run, arguments: tuple[Any, ...], carried: bool = False, count: int = MANY[0]):
         first, *rest = arguments
-        self.carried = carried
+        self.carried, self.count = carried, count
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
         # In a model a layer's weights and entries are read once, and other layers' before they are again.
-        copies = min(MANY, -(-UNCACHED // max(size, 1)))
+        copies = min(count, -(-UNCACHED // max(size, 1)))
         self.rests = [tuple(rest), *(jax.tree.map(jnp.copy, tuple(rest)) for _ in range(copies - 1))]
         # Of what is carried only the first is read; the others are there to be counted.
-        others = [None if carried else jax.tree.map(jnp.copy, first) for _ in range(MANY - 1)]
+        others = [None if carried else jax.tree.map(jnp.copy, first) for _ in range(count - 1)]
         self.firsts = [first, *others]
         self.run = many(run, carried)
-        for count in (FEW, MANY):
-            self.seconds(count)
+        for calls in (FEW, count):
+            self.seconds(calls)
 
     def seconds(self, count: int) -> float:
         start = time.perf_counter()
@@ -79,24 +86,27 @@ class Program:
         return elapsed
 
     def sample(self) -> float:
-        return (self.seconds(MANY) - self.seconds(FEW)) / (MANY - FEW)
+        return (self.seconds(self.count) - self.seconds(FEW)) / (self.count - FEW)
 
 
 class Copies(Program):
     """The driver's copies of `x`, which leave the program as they came: nothing of theirs can be dropped."""
 
     def __init__(self, x: jax.Array):
-        self.carried, self.rests = False, []
-        self.firsts = [jnp.copy(x) for _ in range(MANY)]
+        self.carried, self.rests, self.count = False, [], MANY[0]
+        self.firsts = [jnp.copy(x) for _ in range(self.count)]
         self.run = jax.jit(lambda firsts, rests: [jax.lax.optimization_barrier(a) for a in firsts])
-        for count in (FEW, MANY):
-            self.seconds(count)
+        for calls in (FEW, self.count):
+            self.seconds(calls)
 
 
 def timed(programs: Mapping[str, Program]) -> dict[str, float]:
     """Microseconds a call of each program, medians over rounds in which they take turns."""
     samples: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(REPEATS):
+    start = time.perf_counter()
+    for done in range(ROUNDS[1]):
+        if done >= ROUNDS[0] and time.perf_counter() - start > SECONDS:
+            break
         for name, program in programs.items():
             samples[name].append(program.sample())
     return {name: float(np.median(values)) * 1e6 for name, values in samples.items()}
@@ -111,15 +121,25 @@ def copy_bandwidth() -> float:
     return 2 * x.nbytes / min(times.values())
 
 
+def calls(case: Case, first: Any, bandwidth: float) -> int:
+    """How many calls a program of `case` makes, each with a copy of `first`, its first argument."""
+    least, most = MANY
+    if not case.carried:  # there is only one first argument
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+        most = max(least, min(most, MOST_COPIED // size))
+    return int(np.clip(LONG * bandwidth / case.bytes, least, most)) if case.bytes else least
+
+
 def measure(case: Case, bandwidth: float) -> dict[str, Any]:
     """One row of the table as JSON: times in microseconds, the ratio that counts, and whether it is kept."""
     row: dict[str, Any] = {"op": case.op, "shape": case.shape, "must": case.must, "aim": case.aim}
     arguments = case.arguments()
     other = arguments if case.baseline_arguments is None else case.baseline_arguments()
-    programs = {"ours": Program(case.ours, arguments, case.carried)}
+    count = calls(case, arguments[0], bandwidth)
+    programs = {"ours": Program(case.ours, arguments, case.carried, count)}
     for name, run in case.baselines.items():
         try:
-            programs[name] = Program(run, other, case.carried)
+            programs[name] = Program(run, other, case.carried, count)
         except Exception as error:  # a baseline that this machine lacks is shown as such
             row.setdefault("without", {})[name] = str(error).splitlines()[0][:200]
     times = timed(programs)

@@ -94,7 +94,7 @@ def matmul_cases() -> Iterator[Case]:
                 arguments=functools.partial(_dense_arguments, format, rows),
                 baselines={"bf16 library": functools.partial(_library, "mk,kn->mn")},
                 baseline_arguments=lambda rows=rows: (normal(rows, k), normal(k, n, seed=1)),
-                bytes=weight_bytes(format, k, n) + 2 * rows * k + 4 * rows * n,
+                bytes=_dense_bytes(format, rows),
                 must=2.1 if format is MXFP4 and rows <= 16 else must,
                 aim=aim,
             )
@@ -105,6 +105,7 @@ def matmul_cases() -> Iterator[Case]:
             ours=functools.partial(matmul, mode="invariant"),
             arguments=functools.partial(_dense_arguments, NVFP4, rows),
             baselines={"fast mode": functools.partial(matmul, mode="fast")},
+            bytes=_dense_bytes(NVFP4, rows),
             must=0.75,
             aim=0.85,
         )
@@ -116,6 +117,7 @@ def matmul_cases() -> Iterator[Case]:
                 ours=functools.partial(matmul, mode="invariant"),
                 arguments=functools.partial(_dense_arguments, format, rows),
                 baselines={"decoded once": decoded_once},
+                bytes=_dense_bytes(format, rows),
             )
     for format in (NVFP4, MXFP4):
         yield Case(
@@ -132,6 +134,11 @@ def matmul_cases() -> Iterator[Case]:
 
 def _dense_arguments(format: Fp4Format, rows: int) -> tuple[Any, ...]:
     return normal(rows, DENSE[0]), weights(format, *DENSE)
+
+
+def _dense_bytes(format: Fp4Format, rows: int) -> int:
+    k, n = DENSE
+    return weight_bytes(format, k, n) + 2 * rows * k + 4 * rows * n
 
 
 def _library(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -327,6 +334,7 @@ def rounding_cases() -> Iterator[Case]:
             arguments=functools.partial(_append_arguments, format),
             baselines={"bf16 cache": _append},
             baseline_arguments=functools.partial(_append_arguments, None),
+            bytes=2 * 256 * (2 * 4 * 128 + 4 * weight_bytes(format, 128)),
             carried=True,
             must=1 / 1.5,
             aim=1 / 1.1,

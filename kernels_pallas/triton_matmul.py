@@ -54,14 +54,22 @@ DECODE_E8M0 = tl.constexpr(
 @jit
 def unit_offsets(COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, units):
     """Offsets of a tile's words, `[columns / 16 / WARPS, DEPTH / 64, WARPS, 128]`: every warp reads units of its own,
-    every thread 16 bytes; and of its scale bytes in pairs, `[..., 8, 4]`, for units that are `units` to a column.
+    every thread 16 bytes; and of its scale bytes in pairs, for units that are `units` to a column.
+
+    The four threads of a row share its pairs: they are loaded once, `[..., 8, 4]`, but where that leaves a thread 2
+    bytes, for which there is no asynchronous copy. There each thread has its own, `[..., 128]`.
     """
     outer: tl.constexpr = COLUMNS // (16 * WARPS)
     unit = (tl.arange(0, outer)[:, None, None] * WARPS + tl.arange(0, WARPS)[None, None, :]) * units
     unit = unit + tl.arange(0, DEPTH // 64)[None, :, None]
-    words = unit[:, :, :, None] * 128 + tl.arange(0, 128)[None, None, None, :]
-    pairs = tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return words, unit[:, :, :, None, None] * 32 + pairs[None, None, None, :, :]
+    inner = tl.arange(0, 128)
+    words = unit[:, :, :, None] * 128 + inner[None, None, None, :]
+    if outer * (DEPTH // 64) == 1:
+        scales = unit[:, :, :, None] * 32 + (inner // 16 * 4 + inner % 4)[None, None, None, :]
+    else:
+        pairs = tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        scales = unit[:, :, :, None, None] * 32 + pairs[None, None, None, :, :]
+    return words, scales
 
 
 @jit
@@ -71,10 +79,10 @@ def decoded(
     """BF16 `[COLUMNS, DEPTH]` of a tile of words and their scale bytes: registers are decoded and renamed."""
     code: tl.constexpr = DECODE_E4M3 if E4M3 else DECODE_E8M0
     outer: tl.constexpr = COLUMNS // (16 * WARPS)
-    # The four threads of a row share its scales.
-    scales = tl.broadcast_to(scales[:, :, :, :, None, :], (outer, DEPTH // 64, WARPS, 8, 4, 4))
-    scales = scales.reshape(outer, DEPTH // 64, WARPS, 128).to(tl.int32)
-    a0, a1, b0, b1, c0, c1, d0, d1 = eight_values(code, words, scales)
+    if outer * (DEPTH // 64) > 1:
+        scales = tl.broadcast_to(scales[:, :, :, :, None, :], (outer, DEPTH // 64, WARPS, 8, 4, 4))
+        scales = scales.reshape(outer, DEPTH // 64, WARPS, 128)
+    a0, a1, b0, b1, c0, c1, d0, d1 = eight_values(code, words, scales.to(tl.int32))
     first = tl.join(tl.join(a0, a1), tl.join(c0, c1))
     second = tl.join(tl.join(b0, b1), tl.join(d0, d1))
     x = tl.join(first, second)

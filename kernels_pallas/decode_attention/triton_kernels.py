@@ -135,16 +135,18 @@ def fp4_tile(
 @jit
 def bf16_tile(
     acc, top, total, q, k_ptr, v_ptr, first, start, lowest, highest, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The same for BF16 entries."""
     index = tl.arange(0, TILE)
     rows = first + index * HEADS
     seen = (start + index >= lowest) & (start + index <= highest)
     at = rows[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(k_ptr + at, mask=seen[:, None], other=0.0)
-    v = tl.load(v_ptr + at, mask=seen[:, None], other=0.0)
-    scores = tl.where(seen[:, None], tl.dot(k, q) * scale, float("-inf"))
+    k = tl.load(k_ptr + at, mask=seen[:, None], other=0.0) if MASKED else tl.load(k_ptr + at)
+    v = tl.load(v_ptr + at, mask=seen[:, None], other=0.0) if MASKED else tl.load(v_ptr + at)
+    scores = tl.dot(k, q) * scale
+    if MASKED:
+        scores = tl.where(seen[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 0))
     kept = tl.exp2(top - new_top)
     weights = tl.exp2(scores - new_top[None, :])
@@ -194,7 +196,6 @@ def attention_kernel(
         tl.store(total_ptr + part * G + group, total)
         return
     column = tl.arange(0, D)
-    dim = column
     query = ((sequence * HEADS + head) * QUERIES + group)[None, :] * D
     if FORMAT == "bf16":
         q = tl.load(q_ptr + query + column[:, None], mask=(group < QUERIES)[None, :], other=0.0)
@@ -215,30 +216,36 @@ def attention_kernel(
     layer = tl.load(layer_ptr).to(tl.int64) if LAYERED else tl.full((), 0, tl.int64)
     E4M3: tl.constexpr = FORMAT == "nvfp4"
     scale = SCALE * LOG2_E * E4M3_SHIFT if E4M3 else SCALE * LOG2_E
-    if FORMAT == "bf16":
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+    whole = begin
+    if not (PAGES or WINDOW):
+        whole = begin + (end - begin) // TILE * TILE
+        for start in tl.range(begin, whole, TILE, num_stages=STAGES):
             row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
-            last = tl.where(mapped, highest, -1) if PAGES else highest
-            acc, top, total = bf16_tile(
-                acc, top, total, q, k_ptr, v_ptr, row * HEADS + head, start, lowest, last, scale, HEADS, D, TILE
-            )  # fmt: skip
-    else:
-        whole = begin
-        if not (PAGES or WINDOW):
-            whole = begin + (end - begin) // TILE * TILE
-            for start in tl.range(begin, whole, TILE, num_stages=STAGES):
-                row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+            if FORMAT == "bf16":
+                acc, top, total = bf16_tile(
+                    acc, top, total, q, k_ptr, v_ptr,
+                    row * HEADS + head, start, lowest, highest, scale, False, HEADS, D, TILE,
+                )  # fmt: skip
+            else:
                 acc, top, total = fp4_tile(
                     acc, top, total, q, k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
                     row * HEADS + head, start, lowest, highest, scale, False, E4M3, HEADS, G, D, TILE,
                 )  # fmt: skip
-        for start in tl.range(whole, end, TILE, num_stages=STAGES if PAGES or WINDOW else 1):
-            row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
-            last = tl.where(mapped, highest, -1) if PAGES else highest
+    for start in tl.range(whole, end, TILE, num_stages=STAGES if PAGES or WINDOW else 1):
+        row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+        last = tl.where(mapped, highest, -1) if PAGES else highest
+        if FORMAT == "bf16":
+            acc, top, total = bf16_tile(
+                acc, top, total, q, k_ptr, v_ptr,
+                row * HEADS + head, start, lowest, last, scale, True, HEADS, D, TILE,
+            )  # fmt: skip
+        else:
             acc, top, total = fp4_tile(
                 acc, top, total, q, k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
                 row * HEADS + head, start, lowest, last, scale, True, E4M3, HEADS, G, D, TILE,
             )  # fmt: skip
+    dim = column
+    if FORMAT != "bf16":
         word = column // 8
         if D >= 128:
             word = (word & ~15) | (((word >> 1) & 3) * 4 + ((word >> 3) & 1) * 2 + (word & 1))
