@@ -16,7 +16,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.guided_round import Guide, guided_values
 from kernels_pallas.kv_cache import KVCache, append
 from kernels_pallas.matmul import matmul
-from kernels_pallas.matmul.triton import decoded_once
+from kernels_pallas.matmul.triton import decoded_in_kernel, decoded_once
 from kernels_pallas.quantize import quantize, quantize_recorded, rms_norm_quantize
 from kernels_pallas.tiled import TiledFp4Array, tile
 from kernels_pallas.tiled_matmul import decoded
@@ -114,7 +114,7 @@ def matmul_cases() -> Iterator[Case]:
             yield Case(
                 op="matmul, decoded in the kernel",
                 shape=f"{format.name} {rows} x {k} x {n}",
-                ours=functools.partial(matmul, mode="invariant"),
+                ours=decoded_in_kernel,
                 arguments=functools.partial(_dense_arguments, format, rows),
                 baselines={"decoded once": decoded_once},
                 bytes=_dense_bytes(format, rows),

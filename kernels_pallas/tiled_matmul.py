@@ -68,7 +68,7 @@ def _tiles(rows: int, groups: int, fp4: bool, columns: int) -> dict[str, int]:
         deep = {"BLOCK_M": 256 if mean > 128 else 128, "BLOCK_K": 64, "WARPS": 8}
     deep["WARPS"] = min(deep["WARPS"], columns // 16)
     # Words of 64 values of K at a time: more of them, decoded, do not fit a thread's registers.
-    stages = 4 if fp4 and mean <= 16 else 3
+    stages = 4 if fp4 and not 16 < mean <= 64 else 3
     return {"BLOCK_N": columns, "PARTS": deep["BLOCK_K"] // 64, "STAGES": stages, **deep}
 
 

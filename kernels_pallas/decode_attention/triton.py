@@ -12,7 +12,7 @@ from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.kv_cache.cache import KVCache, init_cache
 from kernels_pallas.triton_bridge import CompileCase
 
-CHUNK = 512
+CHUNK, BF16_CHUNK = 512, 1024
 """Positions of a program. Fixed, so that a row's result does not depend on the batch or on the cache's length."""
 HEAD_DIMS = (64, 128, 256)
 MAX_QUERIES = 16
@@ -67,7 +67,8 @@ def attention(
     batch, _, q_heads, dim = q.shape
     heads = cache.k.shape[-2]
     pages = 0 if page_table is None else page_table.shape[1]
-    chunks = -(-(pages or 1) * cache.length // CHUNK)
+    chunk = BF16_CHUNK if cache.format is None else CHUNK
+    chunks = -(-(pages or 1) * cache.length // chunk)
     tiles = _tiles(cache, dim)
     # The second operand of a matrix instruction has at least 8 columns, one warp alone, or 16.
     group = max(16 if cache.format is None else 8, 1 << (q_heads // heads - 1).bit_length())
@@ -95,7 +96,7 @@ def attention(
         PAGES=pages,
         LAYERED=layer is not None,
         WINDOW=window or 0,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         **shared,
         **tiles,
     )

@@ -71,12 +71,20 @@ def matmul(
 
 
 def _rows(x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array | Stacked, mode: str) -> Float[Array, "m n"]:
+    library = DISPATCH.get(jax.devices()[0].device_kind, DISPATCH["default"])
+    if mode == "fast" and x.shape[0] >= library and not isinstance(w, Stacked):
+        return decoded_once(x, w)
+    return decoded_in_kernel(x, w, mode)
+
+
+def decoded_in_kernel(
+    x: Float[Array, "m k"] | Fp4Array, w: TiledFp4Array | Stacked, mode: str = "fast"
+) -> Float[Array, "m n"]:
+    """The kernel, whatever the number of rows."""
     rows = x.shape[0]
     if isinstance(w, Stacked):
         one, size = Stacked(w.array[:, None], w.layer), w.shape
     else:
-        if mode == "fast" and rows >= DISPATCH.get(jax.devices()[0].device_kind, DISPATCH["default"]):
-            return decoded_once(x, w)
         one, size = jax.tree.map(lambda leaf: leaf[None], w), w.padded
     split, columns = _split(*size, rows if mode == "fast" else 1)
     parts = launch(x, one, jnp.full((1,), rows, jnp.int32), gated=False, split=split, columns=columns)

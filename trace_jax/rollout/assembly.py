@@ -1,7 +1,10 @@
 """Puts rows that leave the device in chunks back into sequences, on the host."""
 
+import collections
 import dataclasses
-import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +17,11 @@ from trace_jax.rollout.trajectories import Trajectories
 class Assembly:
     """Collects the prefill's and the decode chunks' rows of one wave.
 
-    Rows are held until the next device call has been dispatched (`flush`): their way to the host and into place
-    overlaps with compute.
+    A thread of its own waits for rows and puts them into place, while the device goes on. Adding rows waits where
+    `PENDING` chunks are not in place yet, so no more of them are held.
     """
+
+    PENDING = 2
 
     def __init__(
         self,
@@ -37,19 +42,19 @@ class Assembly:
         self.tokens[:, : prompts.shape[1]] = np.repeat(prompts, group_size, axis=0)
         self.logprobs = np.zeros(self.shape, np.float32)
         self.fed = np.zeros(self.shape, bool)
-        self.pending = None
+        self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rows")
+        self.pending: collections.deque[Future[None]] = collections.deque()
 
     def add_prefill(self, rows: PackedRows, audit: PackedRows | None) -> None:
-        self.pending = functools.partial(self._write_prefill, rows, audit)
+        self._add(self._write_prefill, rows, audit)
 
     def add_chunk(self, kept) -> None:
-        self.pending = functools.partial(self._write_chunk, kept)
+        self._add(self._write_chunk, kept)
 
-    def flush(self) -> None:
-        """Puts the pending rows into place."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending()
+    def _add(self, write: Callable[..., None], *rows: Any) -> None:
+        while len(self.pending) >= self.PENDING:
+            self.pending.popleft().result()  # its error, if it had one
+        self.pending.append(self.worker.submit(write, *rows))
 
     def _write_prefill(self, rows: PackedRows, audit: PackedRows | None) -> None:
         """Allocates the record and fills the prompt rows, shared by the samples of a group."""
@@ -91,7 +96,9 @@ class Assembly:
 
     def finish(self, sequences: int) -> Trajectories:
         """The first `sequences` slots; slots without a prompt are dropped."""
-        self.flush()
+        for pending in self.pending:
+            pending.result()
+        self.worker.shutdown()
         keep = slice(0, sequences)
         packed = dataclasses.replace(self.layout, data=self.rows[keep])
         (routes, groups), row_hash = unpack_rows(packed.data, packed)

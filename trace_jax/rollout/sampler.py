@@ -282,7 +282,6 @@ class Sampler:
             # The flag first: copies leave the device in order, and the next chunk must not wait for the record's.
             finished.copy_to_host_async()
             jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
-            assembly.flush()  # the previous rows, while the device works on these
             assembly.add_chunk(kept)
             if finished:
                 break
