@@ -79,6 +79,7 @@ def test_a_checkpoint_generates_and_is_measured():
     assert found["weights_bytes"] == nbytes(params)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_its_model_and_tokenizer_are(tmp_path):
     """Nothing else has to be given; its text is what its tokenizer decodes."""
     run = run_config(tmp_path, "name=done", "method=qat", "rl.steps=1")

@@ -21,7 +21,13 @@ VECTORS = REPOSITORY / "tests" / "data" / "fp4_contract.npz"
 FAMILIES = 10
 
 
-@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+SLOW = ("pallas_tpu",)  # interpreted
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in sorted(IMPLEMENTATIONS)],
+)
 def test_every_vector_is_met_bit_for_bit(implementation, capsys):
     x, options = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16), {"axis": -1, "row_axes": (-1,)}
     skip_where_refused(IMPLEMENTATIONS, implementation, quantize, (x,), NVFP4, **options, scale_rule="amax")
