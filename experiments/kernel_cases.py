@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.activations import Activation, activated
 from kernels_pallas.arrays import Fp4Array
 from kernels_pallas.decode_attention import attention
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
 from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul.shapes import GPT_OSS
 from kernels_pallas.guided_round import Guide, guided_values
 from kernels_pallas.kv_cache import KVCache, append
 from kernels_pallas.matmul import matmul
@@ -153,19 +155,23 @@ def weight_bytes(format: Fp4Format, *shape: int) -> int:
 
 # --- grouped matmul ---------------------------------------------------------------------------------
 
-EXPERTS = {  # experts, K, N of gate and up projections, and the activation that is the kernel's
-    "qwen3_30b_a3b": (128, 2048, 1536, "swiglu"),
-    "qwen3_5_35b_a3b": (256, 2048, 1024, "swiglu"),
-    "gpt_oss_20b": (32, 2880, 5760, None),  # biases come before it
+EXPERTS = {  # experts, K, N of gate and up projections, their activation, and whether biases come before it
+    "qwen3_30b_a3b": (128, 2048, 1536, "swiglu", False),
+    "qwen3_5_35b_a3b": (256, 2048, 1024, "swiglu", False),
+    "gpt_oss_20b": (32, 2880, 5760, GPT_OSS, True),
 }
 
 
 def grouped_cases() -> Iterator[Case]:
-    """Gate and up projections, 1 to 2048 rows an expert, against the best of three BF16 ways; and of these our own."""
-    for model, (experts, k, n, activation) in EXPERTS.items():
+    """Gate and up projections with what follows them, biases and activation, 1 to 2048 rows an expert, against the best
+    of three BF16 ways to do the same; and of these our own.
+    """
+    for model, (experts, k, n, activation, biased) in EXPERTS.items():
         multiply = functools.partial(_multiply, activation)
         own = functools.partial(multiply, implementation="triton")
-        width = n if activation is None else n // 2  # of the result, in FP32
+        operands = functools.partial(_grouped_arguments, experts=experts, k=k, n=n, biased=biased)
+        others = 4 * n // 2 + 2 * k  # bytes a row: the result in FP32, its input in BF16
+        biases = 2 * experts * n * biased
         for each in (1, 4, 16, 64, 256, 2048):
             rows = experts * each
             if rows > 2048 and model != "qwen3_30b_a3b":
@@ -179,12 +185,10 @@ def grouped_cases() -> Iterator[Case]:
                     op="grouped_matmul",
                     shape=f"{model} {format.name} {rows} rows ({each} an expert)",
                     ours=multiply,
-                    arguments=functools.partial(
-                        _grouped_arguments, format, rows, experts, k, n, activation is not None
-                    ),
+                    arguments=functools.partial(operands, format, rows),
                     baselines=baselines,
-                    baseline_arguments=functools.partial(_grouped_arguments, None, rows, experts, k, n),
-                    bytes=weight_bytes(format, experts, k, n) + 2 * rows * k + 4 * rows * width,
+                    baseline_arguments=functools.partial(operands, None, rows),
+                    bytes=weight_bytes(format, experts, k, n) + biases + rows * others,
                     must=1.9 if few else None,
                     aim=2.7 if few else None,
                 )
@@ -193,42 +197,50 @@ def grouped_cases() -> Iterator[Case]:
             op="grouped_matmul bf16",
             shape=f"{model} {rows} rows (4 an expert)",
             ours=own,
-            arguments=functools.partial(_grouped_arguments, None, rows, experts, k, n),
-            bytes=2 * experts * k * n + 2 * rows * k + 4 * rows * width,
+            arguments=functools.partial(operands, None, rows),
+            bytes=2 * experts * k * n + biases + rows * others,
             must=0.7,
             bandwidth=True,
         )
 
 
 def _grouped_arguments(
-    format: Fp4Format | None, rows: int, experts: int, k: int, n: int, gated: bool = False
+    format: Fp4Format | None, rows: int, *, experts: int, k: int, n: int, biased: bool
 ) -> tuple[Any, ...]:
+    """Rows, gated weights, as many rows for each expert, and biases or None."""
     w = normal(experts, k, n, seed=1, scale=k**-0.5)
     if format is not None:
-        w = weights(format, experts, k, n, gated=gated)
-    return normal(rows, k), w, jnp.full((experts,), rows // experts, jnp.int32)
+        w = weights(format, experts, k, n, gated=True)
+    bias = normal(experts, n, seed=2) if biased else None
+    return normal(rows, k), w, jnp.full((experts,), rows // experts, jnp.int32), bias
 
 
 def _multiply(
-    activation: str | None, x: Any, w: Any, sizes: jax.Array, implementation: str | None = None
+    activation: Activation,
+    x: Any,
+    w: Any,
+    sizes: jax.Array,
+    bias: jax.Array | None,
+    implementation: str | None = None,
 ) -> jax.Array:
-    return grouped_matmul(x, w, sizes, activation=activation, implementation=implementation)
+    return grouped_matmul(x, w, sizes, bias=bias, activation=activation, implementation=implementation)
 
 
-def _batched(activation: str | None, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def _batched(
+    activation: Activation, x: jax.Array, w: jax.Array, sizes: jax.Array, bias: jax.Array | None
+) -> jax.Array:
     blocks = x.reshape(w.shape[0], -1, x.shape[-1])
-    return _activated(activation, _library("ebk,ekn->ebn", blocks, w)).reshape(x.shape[0], -1)
+    out = _library("ebk,ekn->ebn", blocks, w)
+    return activated(out if bias is None else out + bias[:, None], activation).reshape(x.shape[0], -1)
 
 
-def _ragged(activation: str | None, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _activated(activation, lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32))
-
-
-def _activated(activation: str | None, gate_up: jax.Array) -> jax.Array:
-    if activation is None:
-        return gate_up
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+def _ragged(
+    activation: Activation, x: jax.Array, w: jax.Array, sizes: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    out = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + jnp.repeat(bias, x.shape[0] // w.shape[0], axis=0)
+    return activated(out, activation)
 
 
 # --- attention --------------------------------------------------------------------------------------

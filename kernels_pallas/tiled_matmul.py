@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas import triton_bridge
+from kernels_pallas.activations import Activation, ClampedSwiglu
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.formats import Fp4Format
 from kernels_pallas.quantize.reference import operand, quantize
@@ -14,9 +15,18 @@ from kernels_pallas.tiled import TiledFp4Array, tile
 
 
 def launch(
-    x: Any, w: Any, group_sizes: jax.Array, *, gated: bool, split: int = 1, columns: int = 128
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation | None = None,
+    split: int = 1,
+    columns: int = 128,
 ) -> Float[Array, "s r n"]:
-    """The kernel on weights that are BF16 or tiled: the result, or `split` partial sums over parts of K."""
+    """The kernel on weights that are BF16 or tiled: the result, or `split` partial sums over parts of K, to which no
+    bias and no activation apply yet.
+    """
     from kernels_pallas.triton_matmul import grouped_kernel
 
     matrices = w.array if isinstance(w, Stacked) else w
@@ -30,6 +40,7 @@ def launch(
     else:
         arrays = [x, exponents, matrices, group_sizes, group_sizes]
         format, padded = "bf16", (k, n)
+    clamped = isinstance(activation, ClampedSwiglu)
     tiles = _tiles(rows, groups, format != "bf16", columns)
     # Every group may end in a block that is not full; rows of no group are a group too.
     row_blocks = (rows + min(groups + 1, rows) * (tiles["BLOCK_M"] - 1)) // tiles["BLOCK_M"]
@@ -38,7 +49,8 @@ def launch(
         *arrays,
         group_sizes,
         w.layer if isinstance(w, Stacked) else group_sizes,
-        outputs=[jax.ShapeDtypeStruct((split, rows, n // 2 if gated else n), jnp.float32)],
+        group_sizes if bias is None else bias,
+        outputs=[jax.ShapeDtypeStruct((split, rows, n if activation is None else n // 2), jnp.float32)],
         grid=(row_blocks * -(-padded[1] // tiles["BLOCK_N"]), split),
         num_warps=tiles["WARPS"],
         num_stages=tiles["STAGES"],
@@ -50,9 +62,13 @@ def launch(
         GROUPS=groups,
         GROUPS_POW2=1 << groups.bit_length(),
         FORMAT=format,
-        GATED=gated,
+        GATED=activation is not None,
         X_SCALED=scaled,
         LAYERED=isinstance(w, Stacked),
+        BIASED=bias is not None,
+        CLAMPED=clamped,
+        ALPHA=float(activation.alpha) if clamped else 0.0,
+        LIMIT=float(activation.limit) if clamped else 0.0,
         SPLIT=split,
         **tiles,
     )[0]

@@ -97,6 +97,15 @@ def silu(x):
 
 
 @jit
+def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """`ClampedSwiglu`; NaN stays NaN."""
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+
+
+@jit
 def grouped_kernel(
     x_ptr,
     x_exponent_ptr,
@@ -105,6 +114,7 @@ def grouped_kernel(
     w_exponent_ptr,
     sizes_ptr,
     layer_ptr,
+    bias_ptr,
     out_ptr,
     ROWS: tl.constexpr,
     N: tl.constexpr,
@@ -117,6 +127,10 @@ def grouped_kernel(
     GATED: tl.constexpr,
     X_SCALED: tl.constexpr,
     LAYERED: tl.constexpr,
+    BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -224,13 +238,22 @@ def grouped_kernel(
         first = first * power_of_two(exponent)[None, :]
         if GATED:
             second = second * power_of_two(exponent)[None, :]
-    if GATED:
-        first = silu(first) * second
-    first = tl.where(group < GROUPS, first, 0.0)
     columns = column_block * out_block + tl.arange(0, out_block)
+    kept = columns < out_width
+    if BIASED:
+        bias_at = bias_ptr + tl.minimum(group, GROUPS - 1) * N + columns
+        first += tl.load(bias_at, mask=kept, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            second += tl.load(bias_at + out_width, mask=kept, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if CLAMPED:
+            first = clamped_swiglu(first, second, ALPHA, LIMIT)
+        else:
+            first = silu(first) * second
+    first = tl.where(group < GROUPS, first, 0.0)
     out_at = out_ptr + tl.program_id(1).to(tl.int64) * ROWS * out_width
     out_at += rows[None, :] * out_width + columns[:, None]
-    tl.store(out_at, first, mask=live[None, :] & (columns < out_width)[:, None])
+    tl.store(out_at, first, mask=live[None, :] & kept[:, None])
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Matmul of rows grouped by expert with that expert's weights."""
+"""Matmul of rows grouped by expert with that expert's weights, and what follows it in one pass."""
 
 import functools
 from typing import Any
@@ -9,13 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas import triton_bridge
+from kernels_pallas.activations import Activation, check_activation
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.grouped_matmul import pallas_tpu, reference, triton
 from kernels_pallas.implementations import Implementation, chooses_kernels, select
 from kernels_pallas.matmul.api import check_dtypes, check_operand
 from kernels_pallas.tiled import TiledFp4Array, tile
-
-ACTIVATIONS = ("swiglu",)
 
 
 def arranged(w: Float[Array, "l *matrices k n"] | Fp4Array, *, gated: bool) -> Any:
@@ -36,7 +35,9 @@ def _tiled_layers(w: Fp4Array, gated: bool) -> TiledFp4Array:
     return lax.map(functools.partial(tile, gated=gated), w)  # a layer at a time: copies are made on the way
 
 
-def _of_a_trainer(x: Any, w: Any, group_sizes: Any, *, activation: str | None) -> str | None:
+def _of_a_trainer(
+    x: Any, w: Any, group_sizes: Any, bias: Any = None, *, activation: Activation | None = None
+) -> str | None:
     """Why a kernel is not chosen by itself."""
     if isinstance(w, Stacked | Fp4Array | TiledFp4Array):
         return None
@@ -54,12 +55,25 @@ IMPLEMENTATIONS = {
 }
 
 
+def _check_bias(bias: Any, x: Any, w: Any) -> None:
+    allowed = {"bfloat16", "float32"} | {
+        a.dtype.name for a in (x, w) if getattr(a, "dtype", None) == jnp.float64
+    }
+    if bias.dtype.name not in allowed:
+        raise TypeError(f"bias is {bias.dtype}; expected one of {sorted(allowed)}")
+    if bias.shape != (w.shape[-3], w.shape[-1]):
+        raise ValueError(
+            f"bias has shape {bias.shape}; expected {(w.shape[-3], w.shape[-1])}, a row per expert of w"
+        )
+
+
 def grouped_matmul(
     x: Shaped[Array, "..."] | Fp4Array,
     w: Shaped[Array, "..."] | Fp4Array | TiledFp4Array | Stacked,
     group_sizes: Shaped[Array, "..."],
     *,
-    activation: str | None = None,
+    bias: Shaped[Array, "..."] | None = None,
+    activation: Activation | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "r f"]:
     """Rows of x [R, K], sorted by group, each times its group's matrix of w [E, K, N], accumulated in FP32.
@@ -69,14 +83,16 @@ def grouped_matmul(
       w: an array of the dtype of `x`, or an Fp4Array along axis -2, or tiled; or one layer of a stack of
         them. In kernels a row's result does not depend on the rows beside it.
       group_sizes: int32 [E], rows of each group; groups may be empty. Their sum must not exceed R.
-      activation: "swiglu": w is [E, K, 2F], the columns of a gate, then those of an up projection, and the result
-        silu(gate) * up, [R, F], computed in FP32 (arXiv 2002.05202).
+      bias: bfloat16 or float32 [E, N] (or float64 with such operands); its row of a group is added to the group's
+        accumulators, after the row scales of FP4 operands and before the activation.
+      activation: w is [E, K, 2F], the columns of a gate, then those of an up projection, and the result is [R, F],
+        computed in FP32: with "swiglu" silu(gate) * up (arXiv 2002.05202), or as a `ClampedSwiglu` says.
 
     Returns:
       float32 [R, N] (float64 for float64 operands); zeros for rows past the sum of `group_sizes`. A NaN in
-      one group's rows or weights leaves all other rows, and other groups' gradients, bitwise unchanged.
+      one group's rows, weights or biases leaves all other rows, and other groups' gradients, bitwise unchanged.
       Differentiable in array operands: the cotangent is cast to their dtype before the backward GEMMs, which
-      accumulate in FP32.
+      accumulate in FP32. The gradient of a bias is summed in FP32, in an order that follows from `group_sizes`.
 
     Raises:
       TypeError for operands of different or unsupported dtypes, ValueError for shapes that do not fit.
@@ -98,10 +114,10 @@ def grouped_matmul(
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape}; expected {w.shape[:1]}, one size per expert of w"
         )
-    if activation not in (None, *ACTIVATIONS):
-        raise ValueError(f"unknown activation {activation!r}; expected None or one of {ACTIVATIONS}")
-    if activation == "swiglu" and w.shape[2] % 2:
-        raise ValueError(f"w has shape {w.shape}; swiglu needs gate and up columns, an even number")
-    arguments, options = (x, w, group_sizes), {"activation": activation}
+    if activation is not None:
+        check_activation(activation, w.shape)
+    if bias is not None:
+        _check_bias(bias, x, matrices)
+    arguments, options = (x, w, group_sizes, bias), {"activation": activation}
     run = select("grouped_matmul", implementation, IMPLEMENTATIONS, *arguments, **options)
     return run(*arguments, **options)

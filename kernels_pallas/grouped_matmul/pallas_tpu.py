@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas import target
+from kernels_pallas.activations import Activation, activated, gated
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.contraction import COLUMNS, Contraction
 from kernels_pallas.gradients import with_gradient_of
@@ -33,8 +34,9 @@ def refusal(
     x: jax.Array | jax.ShapeDtypeStruct | Fp4Array,
     w: jax.Array | jax.ShapeDtypeStruct | Fp4Array | Stacked,
     group_sizes: jax.Array | jax.ShapeDtypeStruct,
+    bias: jax.Array | jax.ShapeDtypeStruct | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
 ) -> str | None:
     """Why this kernel does not serve these arguments, None if it does."""
     if isinstance(w, Stacked):
@@ -99,14 +101,15 @@ def grouped_matmul(
     x: Float[Array, "r k"] | Fp4Array,
     w: Float[Array, "e k n"] | Fp4Array | Stacked,
     group_sizes: Int32[Array, " e"],
+    bias: Float[Array, "e n"] | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
 ) -> Float32[Array, "r _"]:
     """See `api.grouped_matmul`."""
     stack, layer = (w.array, w.layer) if isinstance(w, Stacked) else (jax.tree.map(lambda a: a[None], w), 0)
     _, groups, size, columns = stack.shape
     rows = x.shape[0]
-    halves = 2 if activation == "swiglu" and tile_columns(columns // 2) else 1
+    halves = 2 if activation is not None and tile_columns(columns // 2) else 1
     width = tile_columns(columns // 2) if halves == 2 else COLUMNS
     out_columns = columns // halves
     contraction = Contraction(
@@ -128,6 +131,12 @@ def grouped_matmul(
 
         return pl.BlockSpec((pl.squeezed, pl.squeezed, shape, width), index)
 
+    def bias_spec(half):
+        def index(n, v, k, tile, group, *_):
+            return jnp.minimum(group[v], groups - 1), 0, n + half * shift
+
+        return pl.BlockSpec((pl.squeezed, 1, width), index)
+
     weights = contraction.weights(target.left_in_hbm(stack) if isinstance(w, Stacked) else stack)
     inputs = [contraction.arranged(operand(x) if isinstance(x, Fp4Array) else x)]
     in_specs = [pl.BlockSpec((chunks, height, contraction.chunk), lambda n, v, k, tile, *_: (k, tile[v], 0))]
@@ -137,8 +146,18 @@ def grouped_matmul(
     for half in range(halves):
         inputs += [array for array, _ in weights]
         in_specs += [weight_spec(step_rows, half) for _, step_rows in weights]
+    if bias is not None:  # rows of FP32, each a block: its group's
+        inputs += [bias.astype(jnp.float32)[:, None]] * halves
+        in_specs += [bias_spec(half) for half in range(halves)]
     out = pl.pallas_call(
-        functools.partial(_kernel, contraction=contraction, halves=halves, scaled=x_scale is not None),
+        functools.partial(
+            _kernel,
+            contraction=contraction,
+            scaled=x_scale is not None,
+            biased=bias is not None,
+            halves=halves,
+            activation=activation if halves == 2 else None,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=7,
             grid=(pl.cdiv(out_columns, width), plan.tile.shape[0], contraction.steps),
@@ -151,7 +170,7 @@ def grouped_matmul(
         interpret=target.interpreted(),
         name=f"grouped_matmul_{contraction.format.name if contraction.format else 'bf16'}_{halves}",
     )(*plan, w_scale * jnp.float32(contraction.unit), layer[None], *inputs)
-    return reference.swiglu(out) if activation == "swiglu" and halves == 1 else out
+    return activated(out, activation) if halves == 1 else out
 
 
 def _kernel(
@@ -165,12 +184,15 @@ def _kernel(
     x_ref,
     *refs,
     contraction: Contraction,
-    halves: int,
     scaled: bool,
+    biased: bool,
+    halves: int,
+    activation: Activation | None,
 ):
     x_scale, refs = (refs[0], refs[1:]) if scaled else (None, refs)
     arrays = 1 if contraction.format is None else 2
-    weights, (out_ref, *scratch) = refs[: arrays * halves], refs[arrays * halves :]
+    weights, refs = refs[: arrays * halves], refs[arrays * halves :]
+    biases, (out_ref, *scratch) = (refs[:halves], refs[halves:]) if biased else ((), refs)
     accumulators, staged = scratch[:halves], scratch[halves:]
     visit, step = pl.program_id(1), pl.program_id(2)
     last = step == pl.num_programs(2) - 1
@@ -196,7 +218,9 @@ def _kernel(
             products = [accumulator[...] * scale for accumulator in accumulators]
             if scaled:
                 products = [product * x_scale[...] for product in products]
-            result = products[0] if halves == 1 else jax.nn.silu(products[0]) * products[1]
+            if biased:
+                products = [product + bias[...] for product, bias in zip(products, biases, strict=True)]
+            result = products[0] if activation is None else gated(activation, *products)
             row = tile[visit] * out_ref.shape[0] + lax.broadcasted_iota(jnp.int32, result.shape, 0)
             own = (row >= start[group[visit]]) & (row < end[group[visit]])
             out_ref[...] = jnp.where(own, result, out_ref[...])

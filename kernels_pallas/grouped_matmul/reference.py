@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kernels_pallas import dots
+from kernels_pallas.activations import Activation, activated
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.matmul.reference import operands, row_scale
 from kernels_pallas.tiled import TiledFp4Array
@@ -109,12 +110,38 @@ def _grouped_backward(residuals, g):
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
+@jax.custom_vjp
+def _biased(out: Array, bias: Array, group_sizes: Array) -> Array:
+    layout = block_layout(group_sizes, out.shape[0])
+    rows = bias[layout.row_group].astype(out.dtype)
+    return out + jnp.where(layout.in_group[:, None], rows, jnp.zeros((), out.dtype))
+
+
+def _biased_forward(out, bias, group_sizes):
+    return _biased(out, bias, group_sizes), (bias, group_sizes)
+
+
+def _biased_backward(residuals, g):
+    bias, group_sizes = residuals
+    layout = block_layout(group_sizes, g.shape[0])
+    # Block by block in the place of autodiff's scatter-add, in which thousands of rows contend for a few addresses,
+    # unordered; and by a select in the place of a GEMM with zeros and ones, which would hand a NaN to every group.
+    per_block = jnp.sum(to_blocks(g, layout), axis=1)
+    own = layout.group[None] == jnp.arange(bias.shape[0], dtype=jnp.int32)[:, None]
+    summed = jnp.sum(jnp.where(own[..., None], per_block[None], jnp.zeros((), g.dtype)), axis=1)
+    return g, summed.astype(bias.dtype), None
+
+
+_biased.defvjp(_biased_forward, _biased_backward)
+
+
 def grouped_matmul(
     x: Float[Array, "r k"] | Fp4Array,
     w: Float[Array, "e k n"] | Fp4Array | TiledFp4Array | Stacked,
     group_sizes: Int32[Array, " e"],
+    bias: Float[Array, "e n"] | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
 ) -> Float[Array, "r f"]:
     """See `api.grouped_matmul`."""
     if isinstance(w, Stacked):
@@ -135,10 +162,6 @@ def grouped_matmul(
     if w_scale is not None:
         scale = w_scale[layout.row_group]
         out = out * (scale[:, None] if scale.ndim == 1 else scale)
-    return swiglu(out) if activation == "swiglu" else out
-
-
-def swiglu(gate_up: Float[Array, "r n"]) -> Float[Array, "r f"]:
-    """silu(gate) * up of the two halves of the columns."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    if bias is not None:
+        out = _biased(out, bias, group_sizes)
+    return activated(out, activation)

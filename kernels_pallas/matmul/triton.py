@@ -87,7 +87,7 @@ def decoded_in_kernel(
     else:
         one, size = jax.tree.map(lambda leaf: leaf[None], w), w.padded
     split, columns = _split(*size, rows if mode == "fast" else 1)
-    parts = launch(x, one, jnp.full((1,), rows, jnp.int32), gated=False, split=split, columns=columns)
+    parts = launch(x, one, jnp.full((1,), rows, jnp.int32), split=split, columns=columns)
     # One after the other: XLA's reduction orders a sum by the number of rows.
     return functools.reduce(jnp.add, [parts[i] for i in range(split)])
 

@@ -192,7 +192,9 @@ def test_named_shapes_are_served(run, name):
     w = jax.ShapeDtypeStruct((shape.experts, shape.k, shape.n), jnp.bfloat16)
     w_q = jax.eval_shape(lambda w: quantize(w, NVFP4, axis=-2, row_axes=(-2, -1)), w)
     sizes = jax.ShapeDtypeStruct((shape.experts,), jnp.int32)
-    out = jax.eval_shape(functools.partial(run, activation=shape.activation), x, w_q, sizes)
+    bias = jax.ShapeDtypeStruct((shape.experts, shape.n), jnp.bfloat16) if shape.biased else None
+    served = functools.partial(run, activation=shape.activation)
+    out = jax.eval_shape(lambda x, w, sizes, bias: served(x, w, sizes, bias=bias), x, w_q, sizes, bias)
     assert out.shape == (shape.rows, shape.n // 2 if shape.activation else shape.n)
 
 
@@ -213,6 +215,10 @@ def test_errors_name_what_is_wrong(rng):
         grouped_matmul(x, w, sizes, implementation="cuda")
     with pytest.raises(ValueError, match=r"unknown activation 'relu'; expected None or one of \('swiglu',\)"):
         grouped_matmul(x, w, sizes, activation="relu")
+    with pytest.raises(
+        ValueError, match=r"unknown activation 'clamped_swiglu'; expected .* or a ClampedSwiglu"
+    ):
+        grouped_matmul(x, w, sizes, activation="clamped_swiglu")
     with pytest.raises(ValueError, match=r"\(6, 64, 47\); swiglu needs gate and up columns, an even number"):
         grouped_matmul(x, w[..., 1:], sizes, activation="swiglu")
     with pytest.raises(TypeError, match="layer is float32; expected int32"):

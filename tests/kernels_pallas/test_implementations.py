@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from kernels_pallas import triton_bridge
+from kernels_pallas.activations import ClampedSwiglu
 from kernels_pallas.arrays import Stacked
 from kernels_pallas.formats import NVFP4
 from kernels_pallas.grouped_matmul import arranged
@@ -163,8 +164,8 @@ def test_a_trainers_matrices_are_left_to_xla_and_a_rollouts_are_not(backend, mon
     monkeypatch.setattr(triton_bridge, "unavailable", lambda: None)
     x, w, sizes = (jnp.zeros(shape, jnp.bfloat16) for shape in ((8, 64), (2, 4, 64, 32), (4,)))
 
-    def against(w):
-        return explain(GROUPED, x, w, sizes.astype(jnp.int32), activation="swiglu")["triton"]
+    def against(w, activation="swiglu"):
+        return explain(GROUPED, x, w, sizes.astype(jnp.int32), activation=activation)["triton"]
 
     assert "a trainer's" in against(w[0])
     layers = arranged(w, gated=True)
@@ -172,7 +173,9 @@ def test_a_trainers_matrices_are_left_to_xla_and_a_rollouts_are_not(backend, mon
     packed = quantize(w, NVFP4, axis=-2, row_axes=(-2, -1), implementation="reference")
     tiled = arranged(packed, gated=True)
     assert tiled.gated and tiled.shape == w.shape
-    assert against(Stacked(tiled, jnp.int32(1))) is None
+    for activation in ("swiglu", ClampedSwiglu(alpha=1.702, limit=7.0)):
+        assert against(Stacked(tiled, jnp.int32(1)), activation) is None
+    assert "gated=True" in against(Stacked(tiled, jnp.int32(1)), None)
     assert "gated=False" in against(Stacked(arranged(packed, gated=False), jnp.int32(1)))
     backend("cpu")
     assert arranged(packed, gated=True) is packed and arranged(w, gated=True) is w

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.activations import ClampedSwiglu
 from kernels_pallas.decode_attention import attention
 from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.grouped_matmul import grouped_matmul
@@ -62,10 +63,14 @@ def test_a_row_of_a_matmul(implementation, batches, rng, format):
 
 
 @FORMATS
-def test_a_row_of_a_group(implementation, batches, rng, format):
-    run = jax.jit(functools.partial(grouped_matmul, activation="swiglu", implementation=implementation))
-    run = served(implementation, run)
+@pytest.mark.parametrize(
+    "activation", ["swiglu", ClampedSwiglu(alpha=1.702, limit=7.0)], ids=["swiglu", "clamped"]
+)
+def test_a_row_of_a_group(implementation, batches, rng, format, activation):
     experts, k = 4, 512
+    bias = None if activation == "swiglu" else jnp.asarray(rng.standard_normal((experts, 256)), jnp.bfloat16)
+    options = {"bias": bias, "activation": activation, "implementation": implementation}
+    run = served(implementation, jax.jit(functools.partial(grouped_matmul, **options)))
     w, row = weight(rng, format, experts, k, 256), rows_of(rng, 1, k)
     expected = np.asarray(run(row, w, jnp.int32([0, 0, 1, 0])))[0]
     for batch in batches:

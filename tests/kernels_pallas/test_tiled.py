@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.activations import ClampedSwiglu
 from kernels_pallas.formats import MXFP4, NVFP4, decode_scales
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.matmul import matmul
@@ -61,15 +62,15 @@ def test_every_e8m0_byte_comes_back(largest):
 
 
 @FORMATS
-def test_the_reference_takes_tiled_weights(format):
+@pytest.mark.parametrize(
+    "activation", ["swiglu", ClampedSwiglu(alpha=1.702, limit=7.0)], ids=["swiglu", "clamped"]
+)
+def test_the_reference_takes_tiled_weights(format, activation):
     x = jax.random.normal(jax.random.key(1), (9, 64)).astype(jnp.bfloat16)
     w = packed(format, 3, 64, 32)
-    sizes = jnp.int32([4, 0, 5])
-    run = jax.jit(
-        functools.partial(
-            grouped_matmul, x, group_sizes=sizes, activation="swiglu", implementation="reference"
-        )
-    )
+    sizes, bias = jnp.int32([4, 0, 5]), jax.random.normal(jax.random.key(2), (3, 32))
+    options = {"bias": bias, "activation": activation, "implementation": "reference"}
+    run = jax.jit(functools.partial(grouped_matmul, x, group_sizes=sizes, **options))
     np.testing.assert_array_equal(np.asarray(run(w=tiled_weights(w, gated=True))), np.asarray(run(w=w)))
     one, run = jax.tree.map(lambda leaf: leaf[1], w), jax.jit(matmul)
     np.testing.assert_array_equal(np.asarray(run(x, tiled_weights(one))), np.asarray(run(x, one)))

@@ -81,13 +81,14 @@ def cases() -> Iterator[tuple[str, str, Callable, tuple]]:
 
     for name, s in GROUPED.items():
         for format in (None, NVFP4, MXFP4):
-            activation = "swiglu" if "gate_up" in name else None
 
-            def run(x, w, layer, sizes, activation=activation):
-                return grouped_matmul(x, Stacked(array=w, layer=layer), sizes, activation=activation, **tpu)
+            def run(x, w, layer, sizes, bias, s=s):
+                options = {"bias": bias, "activation": s.activation, **tpu}
+                return grouped_matmul(x, Stacked(array=w, layer=layer), sizes, **options)
 
             stack = weights((2, s.experts, s.k, s.n), format)
-            shapes = (of((s.rows, s.k)), stack, of((), jnp.int32), of((s.experts,), jnp.int32))
+            bias = of((s.experts, s.n)) if s.biased else None
+            shapes = (of((s.rows, s.k)), stack, of((), jnp.int32), of((s.experts,), jnp.int32), bias)
             yield f"grouped_matmul {name} {label(format)}", "grouped_matmul", run, shapes
 
     for name, s in ATTENTION.items():

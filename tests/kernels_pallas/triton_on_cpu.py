@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from kernels_pallas.activations import ClampedSwiglu
 from kernels_pallas.arrays import Fp4Array, Fp4Codes, Stacked
 from kernels_pallas.decode_attention import reference as attention_reference
 from kernels_pallas.decode_attention import triton as attention_triton
@@ -23,7 +24,7 @@ from kernels_pallas.kv_cache import triton as cache_triton
 from kernels_pallas.matmul import reference as matmul_reference
 from kernels_pallas.matmul import triton as matmul_triton
 from kernels_pallas.quantize import reference, triton
-from kernels_pallas.tiled import EXACT_BELOW
+from kernels_pallas.tiled import EXACT_BELOW, tile
 from tests.kernels_pallas.guided import guide_of, noisy
 from tests.kernels_pallas.strategies import TIES
 from tests.kernels_pallas.triton_interpreter import differences
@@ -173,6 +174,41 @@ def matmul_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator
             )
 
 
+def epilogue_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator[Case]:
+    """Biases, bit for bit since sums are exact, and activations to rounding of an exponential."""
+    clamped = ClampedSwiglu(alpha=1.702, limit=7.0)
+    for experts, k, n, sizes in ((4, 96, 64, [11, 0, 20, 5]), (3, 128, 160, [0, 40, 0]), (2, 64, 48, [0, 0])):
+        x = jnp.asarray(rng.integers(-2, 3, (40, k)), jnp.bfloat16)
+        w = jnp.asarray(rng.integers(-6, 7, (experts, k, n)) / 8, jnp.bfloat16)
+        bias, sizes = jnp.asarray(rng.integers(-8, 9, (experts, n)), jnp.float32), jnp.int32(sizes)
+        # What shows if it is read: another layer, and another group's matrix and biases.
+        bad = jnp.full_like(w, jnp.nan)
+        if format is not None:
+            x = reference.quantize(x, format)
+            w, bad = (reference.quantize(a, format, axis=-2, row_axes=(-2, -1)) for a in (w, bad))
+        poisoned = jax.tree.map(lambda good, bad: good.at[0].set(bad[0]), w, bad)
+        for activation in (None, "swiglu", clamped):
+            gated = activation is not None
+            stack = [a if format is None else tile(a, gated=gated) for a in (bad, w)]
+            stack = Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *stack), jnp.int32(1))
+            for what, weights, biases in (
+                ("plain", w, bias.astype(jnp.bfloat16)),
+                ("layer of a stack", stack, bias),
+                ("poisoned", poisoned, bias),
+                ("poisoned bias", w, bias.at[0].set(jnp.nan)),
+            ):
+                arguments = (x, weights, sizes, biases)
+                out = grouped_triton.grouped_matmul(*arguments, activation=activation)
+                expected = grouped_reference.grouped_matmul(*arguments, activation=activation)
+                name = f"{experts} x {k} x {n} {what} {activation}"
+                if activation is None:
+                    yield name, out, expected
+                    continue
+                near = jnp.abs(out - expected) <= 1e-6 * jnp.maximum(1.0, jnp.abs(expected))
+                same = near | (jnp.isnan(out) & jnp.isnan(expected))
+                yield name, same, jnp.ones_like(same)
+
+
 def attention_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator[Case]:
     """Within a rounding of BF16 weights: what is yielded is whether elements are further apart."""
     for heads, q_heads, dim in ((4, 8, 128), (2, 6, 64), (1, 8, 256)):
@@ -204,6 +240,7 @@ CASES = {
     "guided_values": guided_cases,
     "append": append_cases,
     "matmul": matmul_cases,
+    "epilogue": epilogue_cases,
     "attention": attention_cases,
 }
 
@@ -211,7 +248,7 @@ CASES = {
 def main(op: str) -> int:
     """Print a line per case; 1 if any differs."""
     cases = CASES[op]
-    formats = (None, NVFP4, MXFP4) if op in ("append", "matmul", "attention") else (NVFP4, MXFP4)
+    formats = (None, NVFP4, MXFP4) if op in ("append", "matmul", "epilogue", "attention") else (NVFP4, MXFP4)
     failed = 0
     for format in formats:
         for name, actual, expected in cases(np.random.default_rng(0), format):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.activations import Activation
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.grouped_matmul import grouped_matmul
 
@@ -48,8 +49,9 @@ def expert_matmul(
     dispatch: Dispatch,
     experts_per_token: int,
     *,
-    activation: str | None = None,
-) -> Float[Array, "T k N"]:
+    bias: Float[Array, "E N"] | None = None,
+    activation: Activation | None = None,
+) -> Float[Array, "T k _"]:
     """Multiplies each (token, route slot) row with its own expert's matrix.
 
     Args:
@@ -57,10 +59,10 @@ def expert_matmul(
         w: `[E, K, N]`.
         dispatch: of the same T tokens.
         experts_per_token: k.
-        activation: as in `grouped_matmul`.
+        bias, activation: as in `grouped_matmul`.
 
     Returns:
-        FP32 (or wider) `[T, k, N]`; half as many columns after "swiglu".
+        FP32 (or wider) `[T, k, N]`; half as many columns after an activation.
     """
     k = experts_per_token
     num_tokens = dispatch.order.size // k
@@ -74,5 +76,5 @@ def expert_matmul(
             return _permute(flat, dispatch.order, dispatch.inverse)
         return flat[dispatch.order]
 
-    out = grouped_matmul(jax.tree.map(rows, x), w, dispatch.group_sizes, activation=activation)
+    out = grouped_matmul(jax.tree.map(rows, x), w, dispatch.group_sizes, bias=bias, activation=activation)
     return _permute(out, dispatch.inverse, dispatch.order).reshape(num_tokens, k, out.shape[-1])

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import norms
+from kernels_pallas.activations import activated
 from kernels_pallas.arrays import Stacked
 from kernels_pallas.matmul import matmul
 from trace_jax.quant import cast_weight
@@ -76,14 +77,8 @@ def linear(
 
 def mlp(h: Float[Array, "*rows D"], gate_up: nnx.Param, down: nnx.Param) -> Float[Array, "*rows D"]:
     """SwiGLU MLP in the compute dtype, its activation in FP32."""
-    act = swiglu(linear(h, gate_up).astype(wide(h.dtype))).astype(h.dtype)
+    act = activated(linear(h, gate_up).astype(wide(h.dtype)), "swiglu").astype(h.dtype)
     return linear(act, down)
-
-
-def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
-    """silu(gate) * up, of a gate's columns followed by those of an up projection (arXiv 2002.05202)."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 class LayerInputs(NamedTuple):

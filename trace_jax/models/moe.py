@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from trace_jax.models.activations import clamped_swiglu, expert_bias
+from kernels_pallas.activations import Activation, ClampedSwiglu
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.dispatch import expert_matmul, make_dispatch
 from trace_jax.models.layers import LayerInputs, gain_of, linear, mlp, norm_gain, param, wide
@@ -61,15 +61,15 @@ class MoE(nnx.Module):
         gate_up = numerics.expert_weight("gate_up", self.gate_up.get_value(), inputs.weight_guides, c.dtype)
         down = numerics.expert_weight("down", self.down.get_value(), inputs.weight_guides, c.dtype)
 
-        fused = "swiglu" if c.activation == "swiglu" else None
-        act = expert_matmul(_flatten_tokens(rows, tokens), gate_up, dispatch, k, activation=fused)
-        act = act.reshape(batch, length, k, -1)
-        if fused is None:
-            act = self._biased(act, "gate_up_bias", experts, x.dtype)
-            act = clamped_swiglu(act, alpha=c.activation_alpha, limit=c.activation_limit)
-        act, captured[DOWN_INPUT] = numerics.activation(DOWN_INPUT, act.astype(x.dtype), inputs.guides)
-        y = expert_matmul(_flatten_tokens(act, tokens), down, dispatch, k).reshape(batch, length, k, -1)
-        y = self._biased(y, "down_bias", experts, x.dtype)
+        gate_up_bias, down_bias = (self._bias(name, x.dtype) for name in ("gate_up_bias", "down_bias"))
+
+        act = expert_matmul(
+            _flatten_tokens(rows, tokens), gate_up, dispatch, k, bias=gate_up_bias, activation=_activation(c)
+        )
+        act = act.reshape(batch, length, k, -1).astype(x.dtype)
+        act, captured[DOWN_INPUT] = numerics.activation(DOWN_INPUT, act, inputs.guides)
+        y = expert_matmul(_flatten_tokens(act, tokens), down, dispatch, k, bias=down_bias)
+        y = y.reshape(batch, length, k, -1)
         # Summed in route order, which the record fixes, not in dispatch order.
         y = jnp.sum(y * gates[..., None], axis=-2)
         if c.shared_expert_size:
@@ -89,11 +89,9 @@ class MoE(nnx.Module):
         correction = self.router_correction[...] if config.router.correction else None
         return route(logits, config.experts_per_token, replay, config.router, correction)
 
-    def _biased(self, y, name: str, experts, dtype):
-        """Adds each (token, route slot) row its expert's bias, where the family has them."""
-        if not hasattr(self, name):
-            return y
-        return y + expert_bias(cast_weight(getattr(self, name)[...], dtype).astype(y.dtype), experts)
+    def _bias(self, name: str, dtype) -> Float[Array, "E N"] | None:
+        """The biases of a projection, in the compute dtype like every weight; None where the family has none."""
+        return cast_weight(getattr(self, name)[...], dtype) if hasattr(self, name) else None
 
     def _shared(self, h, c: ModelConfig):
         """The shared expert's part of the sum, in FP32."""
@@ -101,6 +99,12 @@ class MoE(nnx.Module):
         if c.shared_expert_gate:
             y = y * jax.nn.sigmoid(linear(h, self.shared_gate).astype(y.dtype))
         return y
+
+
+def _activation(c: ModelConfig) -> Activation:
+    if c.activation == "clamped_swiglu":
+        return ClampedSwiglu(alpha=c.activation_alpha, limit=c.activation_limit)
+    return c.activation
 
 
 def _flatten_tokens(rows, tokens: int):

@@ -61,6 +61,24 @@ def test_each_row_meets_its_own_expert(case, shared):
     assert not np.any(np.asarray(dw)[EXPERTS - 1])  # no token chose it
 
 
+def test_each_row_gets_its_own_experts_bias(case, rng):
+    experts, x, w, cotangent = case
+    bias = jnp.asarray(rng.standard_normal((EXPERTS, N)), jnp.float32)
+
+    @jax.jit
+    def run(bias):
+        dispatch = make_dispatch(experts, EXPERTS)
+        out, pullback = jax.vjp(lambda bias: expert_matmul(x, w, dispatch, PER_TOKEN, bias=bias), bias)
+        return out, *pullback(cotangent)
+
+    out, gradient = run(bias)
+    np.testing.assert_allclose(out, dense(x, w, experts) + bias[experts], rtol=1e-5, atol=1e-5)
+    expected = np.zeros((EXPERTS, N))
+    np.add.at(expected, np.asarray(experts), np.asarray(cotangent, np.float64))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+    assert not np.any(np.asarray(gradient)[EXPERTS - 1])  # no token chose it
+
+
 def test_fp4_rows_and_weights(case):
     experts, x, w, _ = case
 
