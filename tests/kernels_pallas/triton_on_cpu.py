@@ -27,6 +27,7 @@ from kernels_pallas.tiled import EXACT_BELOW
 from tests.kernels_pallas.guided import guide_of, noisy
 from tests.kernels_pallas.strategies import TIES
 from tests.kernels_pallas.triton_interpreter import differences
+from tests.kernels_pallas.triton_prefill_cases import prefill_cases
 
 SHAPES = ((19, 64), (3, 768), (2, 2880), (1, 8192))
 Case = tuple[str, object, object]
@@ -205,13 +206,14 @@ CASES = {
     "append": append_cases,
     "matmul": matmul_cases,
     "attention": attention_cases,
+    "prefill": prefill_cases,
 }
 
 
 def main(op: str) -> int:
     """Print a line per case; 1 if any differs."""
     cases = CASES[op]
-    formats = (None, NVFP4, MXFP4) if op in ("append", "matmul", "attention") else (NVFP4, MXFP4)
+    formats = (None, NVFP4, MXFP4) if op in ("append", "matmul", "attention", "prefill") else (NVFP4, MXFP4)
     failed = 0
     for format in formats:
         for name, actual, expected in cases(np.random.default_rng(0), format):
