@@ -41,11 +41,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def prepared(
+def scale_bytes(
     ptr, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     PART: tl.constexpr = 0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Prepared scales of every word of a part of `rows`, `[TILE, D / 8 / PARTS]`."""
+    """Scale bytes of a part of `rows`, `[TILE, blocks / PARTS]`."""
     PITCH: tl.constexpr = D // 16 if E4M3 else D // 32
     BYTES: tl.constexpr = PITCH // PARTS
     if BYTES % 4 == 0:
@@ -56,9 +56,27 @@ def prepared(
     else:
         at = ptr + rows[:, None] * PITCH + PART * BYTES + tl.arange(0, BYTES)[None, :]
         byte = (tl.load(at, mask=seen[:, None], other=0) if MASKED else tl.load(at)).to(tl.int32)
+    return byte
+
+
+@jit
+def of_words(scale, WORDS: tl.constexpr):
+    """The scale of every word, `[TILE, WORDS]`, from that of every block."""
+    TILE: tl.constexpr = scale.shape[0]
+    BLOCKS: tl.constexpr = scale.shape[1]
+    return tl.broadcast_to(scale[:, :, None], (TILE, BLOCKS, WORDS // BLOCKS)).reshape(TILE, WORDS)
+
+
+@jit
+def prepared(
+    ptr, rows, seen, MASKED: tl.constexpr, E4M3: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    PART: tl.constexpr = 0, PARTS: tl.constexpr = 1,
+):  # fmt: skip
+    """Prepared scales of every word of a part of `rows`, `[TILE, D / 8 / PARTS]`."""
+    byte = scale_bytes(ptr, rows, seen, MASKED, E4M3, D, TILE, PART, PARTS)
     code: tl.constexpr = PREPARE_E4M3 if E4M3 else PREPARE_E8M0
     scale = tl.inline_asm_elementwise(code, "=r,r", [byte], dtype=tl.int32, is_pure=True, pack=1)
-    return tl.broadcast_to(scale[:, :, None], (TILE, BYTES, D // 8 // PITCH)).reshape(TILE, D // 8 // PARTS)
+    return of_words(scale, D // 8 // PARTS)
 
 
 @jit
@@ -156,6 +174,14 @@ def bf16_tile(
 
 
 @jit
+def layer_index(layer_ptr, LAYERS: tl.constexpr):
+    """The layer, held within a stack of LAYERS so that nothing else is read; 0 where there is no stack."""
+    if LAYERS:
+        return tl.minimum(tl.maximum(tl.load(layer_ptr), 0), LAYERS - 1).to(tl.int64)
+    return tl.full((), 0, tl.int64)
+
+
+@jit
 def cache_row(
     page_ptr, sequence, position, layer,
     SEQUENCES: tl.constexpr, LENGTH: tl.constexpr, PAGES: tl.constexpr,
@@ -165,7 +191,8 @@ def cache_row(
         page = tl.load(page_ptr + sequence * PAGES + position // LENGTH).to(tl.int64)
         mapped = (page >= 0) & (page < SEQUENCES)
         return (layer * SEQUENCES + tl.where(mapped, page, 0)) * LENGTH + position % LENGTH, mapped
-    return (layer * SEQUENCES + sequence) * LENGTH + position, True
+    else:  # Triton would compile what follows, too, with its other types
+        return (layer * SEQUENCES + sequence) * LENGTH + position, True
 
 
 @jit
@@ -174,7 +201,7 @@ def attention_kernel(
     k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
     acc_ptr, top_ptr, total_ptr,
     SCALE: tl.constexpr, FORMAT: tl.constexpr, SEQUENCES: tl.constexpr, LENGTH: tl.constexpr, PAGES: tl.constexpr,
-    LAYERED: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, G: tl.constexpr,
+    LAYERS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sequence and KV head: acc `[G, D]`, each query head's largest score and sum of weights."""
@@ -213,7 +240,7 @@ def attention_kernel(
             q = q + (tl.load(q_ptr + at, mask=(group < QUERIES)[None, :], other=0.0),)
     acc = tl.zeros((D, G), tl.float32)
     sequence = sequence.to(tl.int64)
-    layer = tl.load(layer_ptr).to(tl.int64) if LAYERED else tl.full((), 0, tl.int64)
+    layer = layer_index(layer_ptr, LAYERS)
     E4M3: tl.constexpr = FORMAT == "nvfp4"
     scale = SCALE * LOG2_E * E4M3_SHIFT if E4M3 else SCALE * LOG2_E
     whole = begin

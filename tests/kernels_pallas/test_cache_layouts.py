@@ -126,6 +126,22 @@ def test_the_layout_of_the_cache_changes_no_bit(attend, case, rng, format, layou
     )
 
 
+@FORMATS
+@OPTIONS
+def test_a_chunk_of_queries_agrees_with_a_dense_answer(attend, case, rng, format, window, sinks):
+    """At any offset, and with padding; some pages are not mapped."""
+    _, logits, fill = case
+    cache, logits = fill(format), logits if sinks else None
+    laid = lay_out(cache, "layer_and_pages", rng, PAGE, [(0, 0), (3, 8)])
+    q, step = rows(rng, BATCH, 33, Q_HEADS, DIM), jnp.arange(33, dtype=jnp.int32)[None]
+    positions = jnp.where((POSITIONS < 0) & (step > 20), -1, POSITIONS + step)
+    mask = visible(positions, window) & laid.mapped[:, None]
+    out = attend(q, laid.cache, positions, window=window, sinks=logits, **laid.options)
+    expected = dense(q, VALUES(cache.k), VALUES(cache.v), mask, logits)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.03, rtol=0.02)
+    assert (np.asarray(out, np.float32)[~mask.any(-1)] == 0).all()
+
+
 @pytest.mark.parametrize("format", [None, NVFP4], ids=["bf16", "nvfp4"])
 @pytest.mark.parametrize("layout", ["pages", "layer_and_pages"])
 def test_an_unmapped_page_in_between_is_not_attended_to(attend, case, rng, format, layout):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODULES = ("quantize", "guided_values", "append", "matmul", "epilogue", "attention")
+MODULES = ("quantize", "guided_values", "append", "matmul", "epilogue", "attention", "prefill")
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,6 +15,7 @@ import triton.runtime.interpreter as interpreter
 
 from kernels_pallas import tiled, triton_bridge, triton_fp4, triton_matmul
 from kernels_pallas.decode_attention import triton_kernels as attention_kernels
+from kernels_pallas.decode_attention import triton_prefill_kernels as prefill_kernels
 from kernels_pallas.formats import E2M1_VALUES
 from tests.kernels_pallas.triton_types import TYPES
 
@@ -105,6 +106,9 @@ INSTRUCTIONS = {
         byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 2.0**119
     ),
     attention_kernels.PREPARE_E8M0.value: lambda byte: _twice(_e8m0(byte)),
+    prefill_kernels.PREPARE_E4M3_OF_ROW.value: lambda byte, exponent: _twice(
+        byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * _e8m0(exponent)
+    ),
     "mov.b32 $0, $1;": lambda x: x,
     triton_fp4.SNAP.value: _snap,
     triton_fp4.LARGER.value: _larger,
@@ -135,13 +139,27 @@ def _inline_asm(self, asm, constraints, values, types, is_pure, pack):
     dtype = kinds.get(constraints[:2], interpreter.tl.uint32)
     if dtype is interpreter.tl.uint32 and data[0].dtype == np.uint16:
         dtype = interpreter.tl.bfloat16
+    if data[0].dtype == np.int32:
+        dtype = interpreter.tl.int32
     return _Results([interpreter.TensorHandle(d, dtype) for d in data])
 
 
 def _dot(self, a, b, d, *options):
-    """Products of BF16, which the interpreter holds as bits, summed in FP32."""
-    a, b = (x.data.view(ml_dtypes.bfloat16).astype(np.float32) for x in (a, b))
-    return interpreter.TensorHandle(a @ b + d.data, d.dtype)
+    """Products of BF16, which the interpreter holds as bits, summed in FP64: BLAS adds up a row by where it lies."""
+    a, b = (x.data.view(ml_dtypes.bfloat16).astype(np.float64) for x in (a, b))
+    return interpreter.TensorHandle((a @ b + d.data).astype(np.float32), d.dtype)
+
+
+def _cast(self, source, dtype, cast=interpreter.InterpreterBuilder.cast_impl):
+    """FP32 to BF16 rounds to nearest even, as on a GPU; the interpreter truncates."""
+    pair = source.dtype.scalar, dtype.scalar
+    if pair == (interpreter.tl.float32, interpreter.tl.bfloat16):
+        data = source.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+    elif pair == (interpreter.tl.bfloat16, interpreter.tl.float32):
+        data = source.data.view(ml_dtypes.bfloat16).astype(np.float32)
+    else:
+        return cast(self, source, dtype)
+    return interpreter.TensorHandle(data, dtype.scalar)
 
 
 def _patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
@@ -153,6 +171,7 @@ def _patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
 interpreter._patch_lang_tensor = _patch_tensor
 interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
 interpreter.InterpreterBuilder.create_dot = _dot
+interpreter.InterpreterBuilder.cast_impl = _cast
 
 
 class _Buffer:

@@ -28,6 +28,7 @@ from kernels_pallas.tiled import EXACT_BELOW, tile
 from tests.kernels_pallas.guided import guide_of, noisy
 from tests.kernels_pallas.strategies import TIES
 from tests.kernels_pallas.triton_interpreter import differences
+from tests.kernels_pallas.triton_prefill_cases import prefill_cases
 
 SHAPES = ((19, 64), (3, 768), (2, 2880), (1, 8192))
 Case = tuple[str, object, object]
@@ -242,13 +243,15 @@ CASES = {
     "matmul": matmul_cases,
     "epilogue": epilogue_cases,
     "attention": attention_cases,
+    "prefill": prefill_cases,
 }
 
 
 def main(op: str) -> int:
     """Print a line per case; 1 if any differs."""
     cases = CASES[op]
-    formats = (None, NVFP4, MXFP4) if op in ("append", "matmul", "epilogue", "attention") else (NVFP4, MXFP4)
+    everything = op in ("append", "matmul", "epilogue", "attention", "prefill")
+    formats = (None, NVFP4, MXFP4) if everything else (NVFP4, MXFP4)
     failed = 0
     for format in formats:
         for name, actual, expected in cases(np.random.default_rng(0), format):
