@@ -82,7 +82,7 @@ def dense(q, k, v, mask, sinks=None):
 def visible(positions, window):
     index = np.arange(LENGTH)[None, None]
     positions = np.asarray(positions)[:, :, None]
-    return (index <= positions) & (index > positions - (window or LENGTH + 1))
+    return (index <= positions) & (index > positions - (window or 2**30))
 
 
 @FORMATS
@@ -124,6 +124,22 @@ def test_the_layout_of_the_cache_changes_no_bit(attend, case, rng, format, layou
     np.testing.assert_array_equal(
         np.asarray(out, np.float32), np.asarray(attend(q, cache, POSITIONS, **options), np.float32)
     )
+
+
+@FORMATS
+@OPTIONS
+def test_a_chunk_of_queries_agrees_with_a_dense_answer(attend, case, rng, format, window, sinks):
+    """At any offset, and with padding; some pages are not mapped."""
+    _, logits, fill = case
+    cache, logits = fill(format), logits if sinks else None
+    laid = lay_out(cache, "layer_and_pages", rng, PAGE, [(0, 0), (3, 8)])
+    q, step = rows(rng, BATCH, 33, Q_HEADS, DIM), jnp.arange(33, dtype=jnp.int32)[None]
+    positions = jnp.where((POSITIONS < 0) & (step > 20), -1, POSITIONS + step)
+    mask = visible(positions, window) & laid.mapped[:, None]
+    out = attend(q, laid.cache, positions, window=window, sinks=logits, **laid.options)
+    expected = dense(q, VALUES(cache.k), VALUES(cache.v), mask, logits)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.03, rtol=0.02)
+    assert (np.asarray(out, np.float32)[~mask.any(-1)] == 0).all()
 
 
 @pytest.mark.parametrize("format", [None, NVFP4], ids=["bf16", "nvfp4"])

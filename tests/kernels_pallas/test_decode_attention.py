@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from kernels_pallas.decode_attention import attend, attention
+from kernels_pallas.decode_attention import attend, attention, reference
 from kernels_pallas.decode_attention.api import IMPLEMENTATIONS
 from kernels_pallas.decode_attention.shapes import SHAPES
 from kernels_pallas.formats import MXFP4, NVFP4
@@ -210,6 +210,53 @@ def test_sinks_join_the_softmax_and_take_a_gradient(rng):
         check_grads(with_sinks, tuple(map(jnp.asarray, (q, k, v, sinks))), order=1, modes=["rev"])
     with pytest.raises(ValueError, match=r"sinks has shape \(3,\); expected \(4,\)"):
         run(*map(jnp.asarray, (q, k, v, mask)), sinks=jnp.asarray(sinks[:3]))
+
+
+@pytest.mark.parametrize("limit", [1, 700, 3000])
+@FORMATS
+def test_blocks_of_queries_change_no_result(rng, monkeypatch, format, limit):
+    """The reference holds the scores of a block at a time: one token of a sequence, several, some to spare."""
+    q, k, v = tokens(rng, TINY.q_heads), tokens(rng, C.kv_heads), tokens(rng, C.kv_heads)
+    cache, positions, _, _ = filled(k, v, format)
+    positions, sinks = (
+        positions.at[0, 3:].set(-1),
+        jnp.asarray(rng.standard_normal(TINY.q_heads), jnp.float32),
+    )
+
+    def run():
+        run = jax.jit(functools.partial(attention, implementation="reference", window=3))
+        return np.asarray(run(q, cache, positions, sinks=sinks), np.float32)
+
+    whole = run()
+    monkeypatch.setattr(reference, "MAX_SCORES", limit)
+    np.testing.assert_allclose(run(), whole, atol=1e-6, rtol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("limit", [1, 150, 300])
+def test_blocks_of_queries_change_neither_the_trainers_results_nor_its_gradients(
+    rng, monkeypatch, dtype, limit
+):
+    q, k, v = (tokens(rng, heads, dtype=dtype) for heads in (TINY.q_heads, C.kv_heads, C.kv_heads))
+    sinks = jnp.asarray(rng.standard_normal(TINY.q_heads), jnp.float32)
+    mask = jnp.asarray(rng.random((C.batch, C.tokens, C.tokens)) < 0.6)
+    weight = tokens(rng, TINY.q_heads, dtype=dtype)
+
+    def run():
+        def loss(*arrays):
+            out = attend(*arrays[:3], mask, sinks=arrays[3])
+            return (out * weight).astype(jnp.float32).sum(), out
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+        (_, out), grads = run(q, k, v, sinks)
+        return [np.asarray(a, np.float32) for a in (out, *grads)]
+
+    whole = run()
+    monkeypatch.setattr(reference, "MAX_SCORES", limit)
+    # Sums are FP32's in another order: BF16 results may fall to the neighbour.
+    rounding = 2**-8 if dtype == jnp.bfloat16 else 1e-5
+    for a, b in zip(run(), whole, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=rounding)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -99,3 +99,31 @@ def test_a_sequence_of_decode_attention(implementation, batches, rng, format):
             positions = jnp.asarray(rng.integers(0, length, (batch, 1)), jnp.int32).at[place].set(position)
             out = np.asarray(run(queries, cache, positions))
             np.testing.assert_array_equal(out[place], expected, err_msg=f"{place} of {batch}")
+
+
+@FORMATS
+def test_a_chunk_of_prefill(implementation, rng, format):
+    """Nor on the chunk that a token is in: 40 tokens at once, or in parts, some of which are padding."""
+    run = served(implementation, jax.jit(functools.partial(attention, implementation=implementation)))
+
+    def entries(batch):
+        x = jnp.asarray(rng.standard_normal((batch, 256, 2, 128)), jnp.bfloat16)
+        return x if format is None else quantize(x, format)
+
+    one = KVCache(k=entries(1), v=entries(1))
+    q = jnp.asarray(rng.standard_normal((1, 40, 8, 128)), jnp.bfloat16)
+    positions = 150 + jnp.arange(40, dtype=jnp.int32)[None]
+    expected = np.asarray(run(q, one, positions))
+    padded = run(q, one, jnp.where(positions < 160, -1, positions))
+    np.testing.assert_array_equal(np.asarray(padded)[:, 10:], expected[:, 10:])
+    for cut in (2, 23):
+        for part in (slice(cut), slice(cut, None)):
+            out = np.asarray(run(q[:, part], one, positions[:, part]))
+            np.testing.assert_array_equal(out, expected[:, part], err_msg=f"{part}")
+    for batch in (3, 16):
+        for place in places(rng, batch):
+            others = KVCache(k=entries(batch), v=entries(batch))
+            cache = jax.tree.map(lambda all, one, at=place: all.at[at].set(one[0]), others, one)
+            queries = jnp.asarray(rng.standard_normal((batch, 40, 8, 128)), jnp.bfloat16).at[place].set(q[0])
+            at = jnp.asarray(rng.integers(0, 256, (batch, 40)), jnp.int32).at[place].set(positions[0])
+            np.testing.assert_array_equal(np.asarray(run(queries, cache, at))[place], expected[0])
