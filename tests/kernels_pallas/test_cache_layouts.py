@@ -82,7 +82,7 @@ def dense(q, k, v, mask, sinks=None):
 def visible(positions, window):
     index = np.arange(LENGTH)[None, None]
     positions = np.asarray(positions)[:, :, None]
-    return (index <= positions) & (index > positions - (window or LENGTH + 1))
+    return (index <= positions) & (index > positions - (window or 2**30))
 
 
 @FORMATS
