@@ -1,12 +1,16 @@
 """What it costs that prefill attends to quantized keys and values: cases of `experiments.bench_kernels`."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from experiments.kernel_cases import Case, normal, weight_bytes
+from kernels_pallas.decode_attention import attention
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
+from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.quantize import dequantize, quantize
 
 
@@ -28,7 +32,7 @@ Rows = tuple[jax.Array, ...]
 
 
 def prefill_cases(shapes: Mapping[str, PrefillShape] = SHAPES, library: str = "cudnn") -> Iterator[Case]:
-    """Per shape: quantize, then attend, beside attention in BF16; and the rounding of keys and values alone.
+    """Per shape: quantize, then attend, beside attention in BF16; the rounding alone; attention over a cache's entries.
 
     Args:
         shapes: by the name of a model.
@@ -64,6 +68,22 @@ def prefill_cases(shapes: Mapping[str, PrefillShape] = SHAPES, library: str = "c
                     bytes=moved,
                     bandwidth=moved > 0,
                 )
+            yield Case(
+                op="prefill attention over the cache",
+                shape=f"{name} {format.name} batch {shape.batch} tokens {shape.tokens} head {shape.dim}",
+                ours=attention,
+                arguments=functools.partial(_over_cache, shape, format),
+                baselines={"bf16 attention": attend},
+                baseline_arguments=lambda shape=shape: (_rows(shape),),
+            )
+
+
+def _over_cache(shape: PrefillShape, format: Fp4Format) -> tuple[jax.Array, KVCache, jax.Array]:
+    """Queries of all tokens, their entries in a cache, and positions: what a model's prefill attends with."""
+    q, k, v = _rows(shape)
+    k, v = jax.jit(lambda rows: tuple(quantize(x, format) for x in rows))((k, v))
+    positions = jnp.broadcast_to(jnp.arange(shape.tokens, dtype=jnp.int32), q.shape[:2])
+    return q, KVCache(k=k, v=v), positions
 
 
 def _rows(shape: PrefillShape) -> Rows:
