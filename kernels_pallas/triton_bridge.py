@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.backend import get_backend
 
-REQUIRED = {"triton": (3, 6), "jax-triton": (0, 3, 1)}
-"""Distributions and the oldest release of each that the kernels are written for."""
+REQUIRED = {"triton": ((3, 6), (3, 7)), "jax-triton": ((0, 3, 1), (0, 4))}
+"""Distributions, the oldest release of each that the kernels are written for, and the first that is too new."""
 
 
 class CompileCase(NamedTuple):
@@ -36,13 +36,14 @@ def unavailable() -> str | None:
         return f"it needs an NVIDIA GPU, the default backend is {platform}"
     if "rocm" in get_backend().platform_version.lower():
         return "it needs an NVIDIA GPU, this one is AMD's"
-    for distribution, oldest in REQUIRED.items():
-        wanted = f"it needs {distribution} >= {'.'.join(map(str, oldest))}"
+    for distribution, (oldest, newer) in REQUIRED.items():
+        bounds = (".".join(map(str, bound)) for bound in (oldest, newer))
+        wanted = "it needs {} >= {}, < {}".format(distribution, *bounds)
         try:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             return f"{wanted}, which is not installed"
-        if _release(version) < oldest:
+        if not oldest <= _release(version) < newer:
             return f"{wanted}, installed is {version}"
     return None
 

@@ -28,12 +28,13 @@ MAX_SCORES = 2**28
 def query_blocks(
     scores: int, *arrays: Shaped[Array, "b t *_"]
 ) -> tuple[Shaped[Array, "blocks b size *_"], ...]:
-    """`arrays` in equal blocks of tokens, of which each has at most MAX_SCORES of the `scores`; the last token is
-    repeated to fill the last block.
+    """`arrays` in equal blocks of tokens, of which each has at most MAX_SCORES of the `scores`, or is one token; the
+    last token is repeated to fill the last block.
     """
     tokens = arrays[0].shape[1]
-    size = -(-tokens // min(-(-scores // MAX_SCORES), tokens))
-    blocks = -(-tokens // size)
+    largest = max(1, tokens * MAX_SCORES // scores)
+    blocks = -(-tokens // largest)
+    size = -(-tokens // blocks)
 
     def cut(a):
         a = jnp.pad(

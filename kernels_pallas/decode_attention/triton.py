@@ -202,7 +202,7 @@ def _tiles(cache: KVCache, dim: int) -> dict[str, int]:
 def _prefill_tiles(dim: int) -> dict[str, int]:
     """Queries of a program (tokens times the query heads of a KV head), and positions of a tile.
 
-    Two warp groups, each with its instructions' 64 rows, whose sums and scores fit the registers. Not measured.
+    Two warp groups, each with its instructions' 64 rows, whose sums and scores fit the registers.
     """
     return {"M": 128, "TILE": 32 if dim > 128 else 64}
 

@@ -47,6 +47,10 @@ def matmul(
     if isinstance(w, Stacked):
         w.check()
         matrix = w.array
+        if isinstance(matrix, Fp4Array | TiledFp4Array):
+            raise TypeError(
+                "w is a layer of an FP4 stack; expected a stack of arrays: slice it, or use grouped_matmul"
+            )
     check_operand("w", matrix, -2)
     check_dtypes(x, matrix)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:

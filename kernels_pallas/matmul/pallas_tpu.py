@@ -29,6 +29,8 @@ def refusal(
     """Why this kernel does not serve these arguments, None if it does."""
     if isinstance(w, TiledFp4Array):
         return "its weights are not tiled, that is for GPUs"
+    if isinstance(w, Stacked):
+        return "XLA multiplies layers of a stack of arrays"
     if not isinstance(w, Fp4Array):
         return "its weights are FP4; XLA multiplies plain arrays"
     if not isinstance(x, Fp4Array) and x.dtype != jnp.bfloat16:

@@ -47,9 +47,9 @@ def refusal(x: Any, w: Any, *, mode: str) -> str | None:
 
 
 def _stack_refusal(x: Any, w: Stacked) -> str | None:
-    for name, a in (("x", x), ("a stack", w.array)):
-        if isinstance(a, Fp4Array | TiledFp4Array) or a.dtype != jnp.bfloat16:
-            return f"layers of a stack and their rows are bfloat16 arrays, {name} is not"
+    for name, a in (("x", x), ("the stack", w.array)):
+        if isinstance(a, Fp4Array) or a.dtype != jnp.bfloat16:
+            return f"it multiplies rows and layers of a stack in bfloat16, {name} is not"
     k, n = w.shape
     if n % 16 or k % 8:
         return f"BF16 matrices of {k} x {n} are not multiples of 8 x 16"

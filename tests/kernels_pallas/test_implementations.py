@@ -139,13 +139,13 @@ def test_triton_needs_an_nvidia_gpu_and_both_packages(backend, monkeypatch):
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert triton_bridge.unavailable() == "it needs triton >= 3.6, which is not installed"
+    assert triton_bridge.unavailable() == "it needs triton >= 3.6, < 3.7, which is not installed"
     versions |= {"triton": "3.6.0+git1234", "jax-triton": "0.3.0"}
-    assert triton_bridge.unavailable() == "it needs jax-triton >= 0.3.1, installed is 0.3.0"
+    assert triton_bridge.unavailable() == "it needs jax-triton >= 0.3.1, < 0.4, installed is 0.3.0"
     versions["jax-triton"] = "0.3.1"
     assert triton_bridge.unavailable() is None
-    versions["triton"] = "3.10.0rc1"
-    assert triton_bridge.unavailable() is None
+    versions["triton"] = "3.10.0rc1"  # not before 3.6
+    assert triton_bridge.unavailable() == "it needs triton >= 3.6, < 3.7, installed is 3.10.0rc1"
 
 
 def test_a_default_stands_in_for_a_choice_left_open_also_in_programs_traced_before(backend):

@@ -18,7 +18,8 @@ class Assembly:
     """Collects the prefill's and the decode chunks' rows of one wave.
 
     A thread of its own waits for rows and puts them into place, while the device goes on. Adding rows waits where
-    `PENDING` chunks are not in place yet, so no more of them are held.
+    `PENDING` chunks are not in place yet, so no more than these and the added one are held. A context manager, which
+    ends the thread.
     """
 
     PENDING = 2
@@ -44,6 +45,12 @@ class Assembly:
         self.fed = np.zeros(self.shape, bool)
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rows")
         self.pending: collections.deque[Future[None]] = collections.deque()
+
+    def __enter__(self) -> "Assembly":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.worker.shutdown(wait=False, cancel_futures=True)
 
     def add_prefill(self, rows: PackedRows, audit: PackedRows | None) -> None:
         self._add(self._write_prefill, rows, audit)
@@ -98,7 +105,6 @@ class Assembly:
         """The first `sequences` slots; slots without a prompt are dropped."""
         for pending in self.pending:
             pending.result()
-        self.worker.shutdown()
         keep = slice(0, sequences)
         packed = dataclasses.replace(self.layout, data=self.rows[keep])
         (routes, groups), row_hash = unpack_rows(packed.data, packed)

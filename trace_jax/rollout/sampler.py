@@ -272,17 +272,17 @@ class Sampler:
         if keys.shape[0] < self.slots:
             filler = jnp.broadcast_to(keys[:1], (self.slots - keys.shape[0], *keys.shape[1:]))
             keys = jnp.concatenate([keys, filler])
-        assembly = Assembly(
+        with Assembly(
             self.model, tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows
-        )
-        state, rows, audit = self._prefill(params, tokens, lengths)
-        assembly.add_prefill(rows, audit)
-        for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):
-            state, kept, finished = self._decode(params, state, keys)
-            # The flag first: copies leave the device in order, and the next chunk must not wait for the record's.
-            finished.copy_to_host_async()
-            jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
-            assembly.add_chunk(kept)
-            if finished:
-                break
-        return assembly.finish(len(prompts) * r.group_size)
+        ) as assembly:
+            state, rows, audit = self._prefill(params, tokens, lengths)
+            assembly.add_prefill(rows, audit)
+            for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):
+                state, kept, finished = self._decode(params, state, keys)
+                # The flag first: copies leave the device in order, and the next chunk must not wait for the record's.
+                finished.copy_to_host_async()
+                jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
+                assembly.add_chunk(kept)
+                if finished:
+                    break
+            return assembly.finish(len(prompts) * r.group_size)
