@@ -25,11 +25,8 @@ from experiments.prefill_cases import prefill_cases
 from trace_jax.runs import describe_environment
 
 FEW = 2
-MANY = (
-    14,
-    64,
-)  # calls at least and at most: as many as take several times what the host's start of a program varies
-LONG = 5e3  # microseconds that the calls of a program shall take at least
+MANY = (14, 64)  # calls at least and at most
+LONG = 5e3  # microseconds that they shall take: several times what the host's start of a program varies
 ROUNDS, SECONDS = (11, 41), 0.5  # rounds at least and at most, and time for those that are not needed
 UNCACHED = 2**28  # bytes that calls must read between two reads of the same: several times a GPU's cache
 # Without CUDA graphs, whose update for buffers that moved would count as time of a call.

@@ -30,7 +30,10 @@ Measured on an H200 (`experiments.bench_kernels --match "decoded in the kernel"`
 256 rows, 1.04 times at 2048, the most that was measured.
 """
 MAX_STACK_ROWS = 256
-"""Rows up to which a layer of a BF16 stack is multiplied where it lies; for more, cutting it out is little work."""
+"""Rows up to which a layer of a BF16 stack is multiplied where it lies; for more, cutting it out is little work.
+
+So a row's bits may be others in a batch of more rows, which are the library's: these products are not invariant there.
+"""
 
 
 def refusal(x: Any, w: Any, *, mode: str) -> str | None:
