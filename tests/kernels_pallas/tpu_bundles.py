@@ -1,13 +1,19 @@
 """Compiles every TPU kernel for real TPUs, without one, and counts the instructions of its final schedule.
 
-    python -m tests.kernels_pallas.tpu_bundles [--generation 6] [--only NAME] [--write]
+    python -m tests.kernels_pallas.tpu_bundles [--generation 6] [--only NAME] [--all] [--write]
 
-prints JSON {generation: {case: bundles}}; --write also replaces tests/data/tpu_bundles.json (of the generations that
-were compiled). Needs libtpu (`pip install .[tpu]`). A process of its own: libtpu reads its flags once, and refuses a
-second process unless told otherwise. The counts are static: a loop's body counts once, and no time follows from them.
+prints JSON {generation: {case: {"bundles": count, "program": hash}}}; --write also replaces these cases in
+tests/data/tpu_bundles.json. Needs libtpu (`pip install .[tpu]`). A process of its own: libtpu reads its flags once, and
+refuses a second process unless told otherwise. The counts are static: a loop's body counts once, and no time follows
+from them.
+
+A compiler makes the same of the same program: where what it would be given and its version are those of the table, the
+count is the table's, and nothing is compiled, but for the small cases, and with --all.
 """
 
 import argparse
+import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -15,9 +21,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 TABLE = Path(__file__).parents[1] / "data" / "tpu_bundles.json"
 TOPOLOGIES = {5: "v5e:2x2", 6: "v6e:2x2", 7: "tpu7x:2x2x1"}
+SMALL = ("tile ", " tiny ")  # cases that are always compiled: every op, and what decoding costs
 TILE = 512  # K and N of the tile whose decoding is compared with BF16 weights, at 16 rows
 
 
@@ -185,14 +193,16 @@ def tile(format) -> Callable:
     return run
 
 
-def count(generation: int, only: str, dump: str) -> dict[str, int]:
-    """Bundles of each case whose name holds `only`."""
+def count(generation: int, only: str, dump: str, table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Bundles and program of each case whose name holds `only`; `table` has those of a run of the same compiler."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
     from kernels_pallas.target import Target, target
 
+    # Where in the sources a kernel stands is no part of what it is.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     device = topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices[0]
     sharding = SingleDeviceSharding(device)
     counts = {}
@@ -200,15 +210,22 @@ def count(generation: int, only: str, dump: str) -> dict[str, int]:
         for name, kernel, run, shapes in cases():
             if only not in name:
                 continue
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
+            lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("tpu",))
+            program = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+            known = table.get(name, {})
+            if known.get("program") == program and not any(part in f"{name} " for part in SMALL):
+                counts[name] = known
+                continue
             shutil.rmtree(dump, ignore_errors=True)
             os.makedirs(dump)
-            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
-            jax.jit(run).trace(*shapes).lower(lowering_platforms=("tpu",)).compile()
-            counts[name] = sum(
+            lowered.compile()
+            bundles = sum(
                 int(re.search(r"total scheduled bundles:\s*(\d+)", path.read_text()).group(1))
                 for path in Path(dump).rglob("*schedule-analysis_final_bundles*")
                 if re.match(rf"\d+-{kernel}", path.name)
             )
+            counts[name] = {"bundles": bundles, "program": program}
     return counts
 
 
@@ -216,19 +233,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--generation", type=int, choices=sorted(TOPOLOGIES), action="append")
     parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--all", action="store_true", help="compile what has not changed, too")
     parser.add_argument("--write", action="store_true", help=f"update {TABLE.name}")
     args = parser.parse_args()
+    table = json.loads(TABLE.read_text())
+    version = importlib.metadata.version("libtpu")
+    if args.write and table["libtpu"] != version and (args.only or args.generation):
+        parser.error(f"the table is of libtpu {table['libtpu']}, this is {version}: write all of it")
+    same = not args.all and table["libtpu"] == version
     with tempfile.TemporaryDirectory() as folder:
         dump = os.path.join(folder, "dump")
         prepare(dump)
         counts = {
-            str(generation): count(generation, args.only, dump)
+            str(generation): count(generation, args.only, dump, table[str(generation)] if same else {})
             for generation in args.generation or sorted(TOPOLOGIES)
         }
     if args.write:
-        table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
         for generation, found in counts.items():
-            table[generation] = {**(table.get(generation, {}) if args.only else {}), **found}
+            table[generation] = {**(table[generation] if args.only else {}), **found}
+        table["libtpu"] = version
         TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     print(json.dumps(counts))
 

@@ -14,7 +14,7 @@ from tests.kernels_pallas.caches import garbage, lay_out
 
 LENGTH = 192
 SHAPES = ((2, 6, 64), (4, 8, 128), (1, 8, 256))  # KV heads, query heads, head dimension
-TOKENS = (2, 5, 24, 33)
+TOKENS = (2, 33)
 
 
 def prefill_cases(rng: np.random.Generator, format: Fp4Format | None) -> Iterator[tuple[str, object, object]]:
