@@ -18,8 +18,10 @@ from kernels_pallas.formats import MXFP4, NVFP4
 from kernels_pallas.kv_cache.cache import KVCache, init_cache
 from kernels_pallas.triton_bridge import CompileCase
 
-CHUNK, BF16_CHUNK = 512, 1024
-"""Positions of a program that decodes. Fixed: a row's result depends on no batch and no length of a cache."""
+CHUNK = 1024
+"""Positions of a program that decodes. Fixed for a cache: a row's result depends on no batch and no other length."""
+SHORT, SHORT_CHUNK = 4096, 512
+"""Positions of a program where a sequence of an FP4 cache has at most so many: a GPU has too few programs else."""
 HEAD_DIMS = (64, 128, 256)
 MAX_QUERIES = 16  # that decode, of a KV head
 STAGES = 3  # of the pipelines
@@ -51,7 +53,7 @@ def refusal(
         tile = _tiles(cache, dim)["TILE"]
         if page_table is not None and cache.length % tile:
             return f"pages of {cache.length} positions are not multiples of {tile}, for one token"
-    if q.shape[0] * cache.k.shape[-2] > MAX_GRID:
+    if tokens > 1 and q.shape[0] * cache.k.shape[-2] > MAX_GRID:
         return f"{q.shape[0]} sequences of {cache.k.shape[-2]} KV heads exceed its {MAX_GRID} programs"
     return triton_bridge.unavailable()
 
@@ -87,8 +89,9 @@ def _decode(
 
     batch, _, q_heads, dim = q.shape
     heads = cache.k.shape[-2]
-    chunk = BF16_CHUNK if cache.format is None else CHUNK
-    chunks = -(-(1 if page_table is None else page_table.shape[1]) * cache.length // chunk)
+    capacity = (1 if page_table is None else page_table.shape[1]) * cache.length
+    chunk = SHORT_CHUNK if cache.format is not None and capacity <= SHORT else CHUNK
+    chunks = -(-capacity // chunk)
     # The second operand of a matrix instruction has at least 8 columns, one warp alone, or 16.
     group = max(16 if cache.format is None else 8, 1 << (q_heads // heads - 1).bit_length())
     partial = (batch * heads, chunks, group)
@@ -100,7 +103,7 @@ def _decode(
         positions,
         *arrays,
         outputs=[jax.ShapeDtypeStruct((*partial, *tail), jnp.float32) for tail in ((dim,), (), ())],
-        grid=(chunks, batch * heads),
+        grid=(batch * heads, chunks),
         num_warps=1 if cache.format is not None else 4,
         num_stages=STAGES,
         SCALE=dim**-0.5 if scale is None else scale,

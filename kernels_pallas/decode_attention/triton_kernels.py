@@ -205,8 +205,8 @@ def attention_kernel(
     D: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sequence and KV head: acc `[G, D]`, each query head's largest score and sum of weights."""
-    chunk, sequence, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + chunk
+    sequence, head, chunk = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
     capacity: tl.constexpr = PAGES * LENGTH if PAGES else LENGTH
     group = tl.arange(0, G)
     position = tl.load(position_ptr + sequence)
