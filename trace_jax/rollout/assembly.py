@@ -14,6 +14,16 @@ from trace_jax.models import ModelConfig
 from trace_jax.rollout.trajectories import Trajectories
 
 
+def to_host(arrays: Any) -> Any:
+    """Starts to copy arrays from the device to page-locked memory of the host.
+
+    By a plain copy, to memory that is not, an H200 moved 1.3 GB/s in the place of 35, and its next program waited.
+    """
+    if jax.default_backend() == "cpu":
+        return arrays
+    return jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("pinned_host")), arrays)
+
+
 class Assembly:
     """Collects the prefill's and the decode chunks' rows of one wave.
 
@@ -59,6 +69,7 @@ class Assembly:
         self._add(self._write_chunk, kept)
 
     def _add(self, write: Callable[..., None], *rows: Any) -> None:
+        rows = to_host(rows)
         while len(self.pending) >= self.PENDING:
             self.pending.popleft().result()  # its error, if it had one
         self.pending.append(self.worker.submit(write, *rows))

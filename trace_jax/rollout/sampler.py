@@ -281,7 +281,6 @@ class Sampler:
                 state, kept, finished = self._decode(params, state, keys)
                 # The flag first: copies leave the device in order, and the next chunk must not wait for the record's.
                 finished.copy_to_host_async()
-                jax.tree.map(lambda leaf: leaf.copy_to_host_async(), kept)
                 assembly.add_chunk(kept)
                 if finished:
                     break
