@@ -11,7 +11,8 @@ COMPILERS := .compilers
 PYTEST_ARGS ?=
 # A file runs in one process, so that its fixtures and what it compiled are shared; two files at a time. Not reordered: files
 # of few tests, which would come last, are the slow ones.
-PYTEST = $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# What one process compiled another need not, nor the next run: most of the suite's time is compilation.
+PYTEST = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all lint format clean
@@ -57,4 +58,4 @@ format: env  ## ruff: fix and format
 	$(RUN) -m ruff format .
 
 clean:  ## remove the environment and caches, keep runs/
-	rm -rf $(VENV) $(COMPILERS) .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(COMPILERS) .jax_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
