@@ -17,7 +17,7 @@ from trace_jax.rollout.trajectories import Trajectories
 def to_host(arrays: Any) -> Any:
     """Starts to copy arrays from the device to page-locked memory of the host.
 
-    By a plain copy, to memory that is not, an H200 moved 1.3 GB/s in the place of 35, and its next program waited.
+    By a plain copy, to memory that is not, an H200 moved 1.3 GB/s in the place of 35.
     """
     if jax.default_backend() == "cpu":
         return arrays
