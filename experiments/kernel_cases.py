@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kernels_pallas.activations import Activation, activated
@@ -245,6 +246,8 @@ def _ragged(
 
 # --- attention --------------------------------------------------------------------------------------
 
+PAGE = 128  # positions of a page
+
 
 def attention_cases() -> Iterator[Case]:
     """Decode attention over FP4 entries, against the same kernel over BF16 and cuDNN's."""
@@ -259,7 +262,6 @@ def attention_cases() -> Iterator[Case]:
         long, promised = length >= 8192, dim == 128
         baselines = {"our bf16": attention, "cuDNN": _cudnn}
         for format in (NVFP4, MXFP4):
-            entries = batch * length * heads
             yield Case(
                 op="decode_attention",
                 shape=f"{model} {format.name} batch {batch} context {length} head {dim}",
@@ -267,19 +269,37 @@ def attention_cases() -> Iterator[Case]:
                 arguments=functools.partial(_cache, format, batch, length, heads, q_heads, dim),
                 baselines=baselines,
                 baseline_arguments=functools.partial(_cache, None, batch, length, heads, q_heads, dim),
-                bytes=2 * (weight_bytes(format, entries, dim) + entries * (format is NVFP4)),
+                bytes=_entry_bytes(format, batch * length * heads, dim),
                 must=None if not promised else 1.7 if long else 1.0,
                 aim=None if not promised else 2.5 if long else 1.3,
             )
+    for format in (NVFP4, MXFP4, None):
+        sizes = (64, 8192, 4, 32, 128)
+        yield Case(
+            op="decode_attention paged",
+            shape=f"qwen3_30b_a3b {format.name if format else 'bf16'} batch 64 context 8192 head 128 pages of {PAGE}",
+            ours=_paged,
+            arguments=functools.partial(_pages, format, *sizes),
+            baselines={"in rows": attention},
+            baseline_arguments=functools.partial(_cache, format, *sizes),
+            bytes=_entry_bytes(format, 64 * 8192 * 4, 128),
+        )
     yield Case(
         op="decode_attention bf16",
         shape="qwen3_30b_a3b batch 64 context 8192 head 128",
         ours=attention,
         arguments=functools.partial(_cache, None, 64, 8192, 4, 32, 128),
         baselines={"cuDNN": _cudnn},
-        bytes=2 * 2 * 64 * 8192 * 4 * 128,
+        bytes=_entry_bytes(None, 64 * 8192 * 4, 128),
         must=0.9,
     )
+
+
+def _entry_bytes(format: Fp4Format | None, entries: int, dim: int) -> int:
+    """Of keys and values of as many (position, KV head)."""
+    if format is None:
+        return 4 * entries * dim
+    return 2 * (weight_bytes(format, entries, dim) + entries * (format is NVFP4))
 
 
 def _cache(format: Fp4Format | None, batch: int, length: int, heads: int, q_heads: int, dim: int):
@@ -289,6 +309,18 @@ def _cache(format: Fp4Format | None, batch: int, length: int, heads: int, q_head
         k, v = quantized(format, k), quantized(format, v)
     positions = jnp.full((batch, 1), length - 1, jnp.int32)
     return normal(batch, 1, q_heads, dim), KVCache(k=k, v=v), positions
+
+
+def _pages(format: Fp4Format | None, batch: int, length: int, heads: int, q_heads: int, dim: int):
+    """`_cache` in pages, in random order, and their table."""
+    q, cache, positions = _cache(format, batch * length // PAGE, PAGE, heads, q_heads, dim)
+    table = np.random.default_rng(0).permutation(len(positions)).reshape(batch, -1)
+    positions = jnp.full((batch, 1), length - 1, jnp.int32)
+    return q[:batch], cache, positions, jnp.asarray(table, jnp.int32)
+
+
+def _paged(q: jax.Array, cache: KVCache, positions: jax.Array, page_table: jax.Array) -> jax.Array:
+    return attention(q, cache, positions, page_table=page_table)
 
 
 def _cudnn(q: jax.Array, cache: KVCache, positions: jax.Array) -> jax.Array:

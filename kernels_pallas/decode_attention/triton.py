@@ -109,6 +109,7 @@ def _decode(
         SCALE=dim**-0.5 if scale is None else scale,
         WINDOW=window or 0,
         CHUNK=chunk,
+        NEAR=1 << (chunk // cache.length + 1).bit_length(),  # at least as many as the pages of a chunk
         STAGES=STAGES,
         **constants,
         **shared,

@@ -182,17 +182,31 @@ def layer_index(layer_ptr, LAYERS: tl.constexpr):
 
 
 @jit
-def cache_row(
-    page_ptr, sequence, position, layer,
-    SEQUENCES: tl.constexpr, LENGTH: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
-    """Row of (layer, sequence, position) in units of a position, and whether its page is mapped."""
+def loaded_page(page_ptr, sequence, position, LENGTH: tl.constexpr, PAGES: tl.constexpr):
+    """The page of a position; the sequence itself where there are no pages."""
     if PAGES:
-        page = tl.load(page_ptr + sequence * PAGES + position // LENGTH).to(tl.int64)
+        return tl.load(page_ptr + sequence * PAGES + position // LENGTH).to(tl.int64)
+    else:  # Triton would compile what follows, too, with its other types
+        return sequence
+
+
+@jit
+def near_page(near, pages, sequence, position, LENGTH: tl.constexpr, PAGES: tl.constexpr):
+    """The same, one of `pages`, those at places `near` of the sequence: no tile waits for a load of its page."""
+    if PAGES:
+        return tl.sum(tl.where(near == position // LENGTH, pages, 0), 0).to(tl.int64)
+    else:
+        return sequence
+
+
+@jit
+def cache_row(page, position, layer, SEQUENCES: tl.constexpr, LENGTH: tl.constexpr, PAGES: tl.constexpr):
+    """Row of (layer, page, position) in units of a position, and whether the page is mapped."""
+    if PAGES:
         mapped = (page >= 0) & (page < SEQUENCES)
         return (layer * SEQUENCES + tl.where(mapped, page, 0)) * LENGTH + position % LENGTH, mapped
-    else:  # Triton would compile what follows, too, with its other types
-        return (layer * SEQUENCES + sequence) * LENGTH + position, True
+    else:
+        return (layer * SEQUENCES + page) * LENGTH + position, True
 
 
 @jit
@@ -202,7 +216,7 @@ def attention_kernel(
     acc_ptr, top_ptr, total_ptr,
     SCALE: tl.constexpr, FORMAT: tl.constexpr, SEQUENCES: tl.constexpr, LENGTH: tl.constexpr, PAGES: tl.constexpr,
     LAYERS: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sequence and KV head: acc `[G, D]`, each query head's largest score and sum of weights."""
     sequence, head, chunk = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
@@ -213,6 +227,11 @@ def attention_kernel(
     highest = tl.minimum(position, capacity - 1)
     lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
     begin = chunk * CHUNK
+    near = begin // LENGTH + tl.arange(0, NEAR)
+    if PAGES:
+        pages = tl.load(page_ptr + sequence * PAGES + near, mask=near < PAGES, other=-1)
+    else:
+        pages = near
     end = tl.minimum(begin + CHUNK, highest + 1)
     if WINDOW:
         begin = tl.maximum(begin, lowest // TILE * TILE)
@@ -244,10 +263,15 @@ def attention_kernel(
     E4M3: tl.constexpr = FORMAT == "nvfp4"
     scale = SCALE * LOG2_E * E4M3_SHIFT if E4M3 else SCALE * LOG2_E
     whole = begin
-    if not (PAGES or WINDOW):
+    if not WINDOW:
         whole = begin + (end - begin) // TILE * TILE
+        if PAGES:
+            unmapped = ((pages < 0) | (pages >= SEQUENCES)) & (near * LENGTH < end)
+            if tl.max(unmapped.to(tl.int32), 0) > 0:
+                whole = begin  # tiles of a page that is not mapped are masked
         for start in tl.range(begin, whole, TILE, num_stages=STAGES):
-            row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+            page = near_page(near, pages, sequence, start, LENGTH, PAGES)
+            row, mapped = cache_row(page, start, layer, SEQUENCES, LENGTH, PAGES)
             if FORMAT == "bf16":
                 acc, top, total = bf16_tile(
                     acc, top, total, q, k_ptr, v_ptr,
@@ -258,8 +282,9 @@ def attention_kernel(
                     acc, top, total, q, k_ptr, k_scale_ptr, k_exponent_ptr, v_ptr, v_scale_ptr, v_exponent_ptr,
                     row * HEADS + head, start, lowest, highest, scale, False, E4M3, HEADS, G, D, TILE,
                 )  # fmt: skip
-    for start in tl.range(whole, end, TILE, num_stages=STAGES if PAGES or WINDOW else 1):
-        row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+    for start in tl.range(whole, end, TILE, num_stages=STAGES if WINDOW else 1):
+        page = near_page(near, pages, sequence, start, LENGTH, PAGES)
+        row, mapped = cache_row(page, start, layer, SEQUENCES, LENGTH, PAGES)
         last = tl.where(mapped, highest, -1) if PAGES else highest
         if FORMAT == "bf16":
             acc, top, total = bf16_tile(

@@ -18,6 +18,7 @@ from kernels_pallas.decode_attention.triton_kernels import (
     decoded,
     exponents,
     layer_index,
+    loaded_page,
     of_words,
     scale_bytes,
 )
@@ -91,9 +92,9 @@ def with_poison(
     column, index = tl.arange(0, D), tl.arange(0, TILE)
     for i in tl.range(0, TILE):
         entry = start + i
-        row, mapped = cache_row(
-            page_ptr, sequence, tl.minimum(entry, capacity - 1), layer, SEQUENCES, LENGTH, PAGES
-        )
+        place = tl.minimum(entry, capacity - 1)
+        page = loaded_page(page_ptr, sequence, place, LENGTH, PAGES)
+        row, mapped = cache_row(page, place, layer, SEQUENCES, LENGTH, PAGES)
         seen = (entry >= lowest) & (entry <= last)
         if PAGES:
             seen = seen & mapped
@@ -132,12 +133,13 @@ def attend_tiles(
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         entry = start + index
         if SCATTERED:
-            row, mapped = cache_row(
-                page_ptr, sequence, tl.minimum(entry, capacity - 1), layer, SEQUENCES, LENGTH, PAGES
-            )
+            place = tl.minimum(entry, capacity - 1)
+            page = loaded_page(page_ptr, sequence, place, LENGTH, PAGES)
+            row, mapped = cache_row(page, place, layer, SEQUENCES, LENGTH, PAGES)
             base, rows = tl.full((), 0, tl.int64), row * HEADS + head
         else:
-            row, mapped = cache_row(page_ptr, sequence, start, layer, SEQUENCES, LENGTH, PAGES)
+            page = loaded_page(page_ptr, sequence, start, LENGTH, PAGES)
+            row, mapped = cache_row(page, start, layer, SEQUENCES, LENGTH, PAGES)
             base, rows = row * HEADS, index * HEADS + head
         # What no query sees is not read: it may be stale, or lie past the end.
         seen = (entry >= least) & (entry <= highest)

@@ -11,6 +11,7 @@ import numpy as np
 
 from trace_jax.guidance import GuidanceRecord, PackedRows, by_site, unpack_rows
 from trace_jax.models import ModelConfig
+from trace_jax.rollout.host_memory import HostMemory
 from trace_jax.rollout.trajectories import Trajectories
 
 
@@ -43,8 +44,10 @@ class Assembly:
         length: int,
         weight_version: int,
         audit_rows,
+        memory: HostMemory,
     ):
-        self.model = model
+        """`memory` is where the record's rows are put."""
+        self.model, self.memory = model, memory
         self.group_size, self.weight_version, self.audit_rows = group_size, weight_version, tuple(audit_rows)
         self.prompt_length = np.repeat(lengths, group_size)
         self.shape = (self.prompt_length.size, length)
@@ -80,11 +83,7 @@ class Assembly:
         self.layout, self.audit_layout = rows, audit
         bucket = rows.data.shape[1]
         self.fed[:, :bucket] = np.arange(bucket) < self.prompt_length[:, None]
-        # The first leaf is the routes, whose largest value marks a row that was never fed; all else is 0 there.
-        # Filled here, under the first decode chunk: zeros that are mapped on first use cost the last chunk's way.
-        self.rows = np.empty((*self.shape, rows.data.shape[-1]), np.uint8)
-        self.rows.fill(0)
-        self.rows[..., rows.fields[0].bytes] = 0xFF
+        self.bucket, self.rows = bucket, self.memory.take((*self.shape, rows.data.shape[-1]))
         self.rows[:, :bucket] = np.repeat(rows.data, self.group_size, axis=0)
         if audit is not None:
             self.audited = np.zeros((len(self.audit_rows), self.shape[1], audit.data.shape[-1]), np.uint8)
@@ -116,6 +115,11 @@ class Assembly:
         """The first `sequences` slots; slots without a prompt are dropped."""
         for pending in self.pending:
             pending.result()
+        # The first leaf is the routes, whose largest value marks a row that was never fed; all else is 0 there.
+        blank = np.zeros(self.rows.shape[-1], np.uint8)
+        blank[self.layout.fields[0].bytes] = 0xFF
+        for n, unfed in enumerate(np.maximum(self.count - 1, self.bucket)):
+            self.rows[n, unfed:] = blank
         keep = slice(0, sequences)
         packed = dataclasses.replace(self.layout, data=self.rows[keep])
         (routes, groups), row_hash = unpack_rows(packed.data, packed)

@@ -16,6 +16,7 @@ from trace_jax.guidance import GuidanceSpec, LayerRows, PackedRows, pack_rows, r
 from trace_jax.models import ModelConfig, init_cache, lay_out
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan, arranged_for_kernels
 from trace_jax.rollout.assembly import Assembly
+from trace_jax.rollout.host_memory import HostMemory
 from trace_jax.rollout.sampling import SamplingConfig, sample, scale_logits
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
@@ -88,7 +89,7 @@ class Sampler:
                 "a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan."
             )
         self.graphdef, self.model, self.rollout, self.sampling = graphdef, model, rollout, sampling
-        self.plan, self.record = plan, record
+        self.plan, self.record, self._memory = plan, record, HostMemory()
         self.slots = rollout.num_prompts * rollout.group_size
         self.length = rollout.prompt_length + sampling.max_new_tokens
         self._route_dtype = np.uint8 if model.num_experts < 255 else np.uint16
@@ -273,7 +274,7 @@ class Sampler:
             filler = jnp.broadcast_to(keys[:1], (self.slots - keys.shape[0], *keys.shape[1:]))
             keys = jnp.concatenate([keys, filler])
         with Assembly(
-            self.model, tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows
+            self.model, tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows, self._memory
         ) as assembly:
             state, rows, audit = self._prefill(params, tokens, lengths)
             assembly.add_prefill(rows, audit)
