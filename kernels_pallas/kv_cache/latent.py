@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
@@ -71,6 +72,7 @@ def append_latent(
     valid: Bool[Array, "b t"],
     *,
     layer: Int32[Array, ""] | None = None,
+    page_table: Int32[Array, "b pages"] | None = None,
 ) -> tuple[LatentCache, tuple[Fp4Array, UInt8[Array, "b t r8"]] | None]:
     """Quantize new latents and write them, and their RoPE keys, at their positions.
 
@@ -79,7 +81,9 @@ def append_latent(
       latent: after its norm. Each token is one row.
       rope_key: after RoPE.
       positions: the entry that each token is written to.
-      valid: tokens that are not valid, or whose position lies outside the cache, are not written.
+      valid: tokens that are not valid, or whose position lies outside the cache or in an unmapped page, are not
+        written.
+      page_table: as in `append`; the cache then is [P, page_size, ...].
 
     Returns:
       The cache, and for the guidance record the quantized rows as Fp4Array [B, T, R] with the low bits of their codes
@@ -88,7 +92,8 @@ def append_latent(
     Raises:
       ValueError for shapes that do not fit the cache.
     """
-    expected = (*(() if layer is None else cache.rope_key.shape[:1]), latent.shape[0], cache.length)
+    sequences = latent.shape[0] if page_table is None else cache.rope_key.shape[-3]
+    expected = (*(() if layer is None else cache.rope_key.shape[:1]), sequences, cache.length)
     if cache.rope_key.shape != (*expected, rope_key.shape[-1]) or cache.latent.shape != (
         *expected,
         latent.shape[-1],
@@ -102,5 +107,18 @@ def append_latent(
         latent=latent.astype(cache.latent.dtype) if rows is None else rows[0],
         rope_key=rope_key.astype(cache.rope_key.dtype),
     )
-    index = entry_index(positions, valid, None, cache.rope_key.shape[-3:])
+    index = entry_index(positions, valid, page_table, cache.rope_key.shape[-3:])
     return write(cache, new, index, layer), rows
+
+
+def in_rows(cache: LatentCache, page_table: Int32[Array, "b pages"]) -> LatentCache:
+    """The pages [P, page_size, ...] of one layer as rows [B, pages x page_size, ...], by sequence.
+
+    What an unmapped page holds in its place is arbitrary.
+    """
+
+    def gather(leaf):
+        pages = leaf[jnp.maximum(page_table, 0)]
+        return pages.reshape(pages.shape[0], -1, *pages.shape[3:])
+
+    return jax.tree.map(gather, cache)

@@ -59,9 +59,17 @@ class Attention(nnx.Module):
             out = attend(q, k, v, mask, sinks=sinks)
         else:
             cache, captured[KEY], captured[VALUE] = append(
-                inputs.cache, k, v, positions, valid, layer=inputs.layer
+                inputs.cache, k, v, positions, valid, layer=inputs.layer, page_table=inputs.page_table
             )
-            out = attention(q, cache, positions, layer=inputs.layer, window=inputs.window, sinks=sinks)
+            out = attention(
+                q,
+                cache,
+                positions,
+                layer=inputs.layer,
+                page_table=inputs.page_table,
+                window=inputs.window,
+                sinks=sinks,
+            )
         out = out.reshape(*positions.shape, -1)
         if c.output_gate:
             gate = jax.nn.sigmoid(linear(h, self.gate).astype(wide(x.dtype)))

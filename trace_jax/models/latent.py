@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas import dots
 from kernels_pallas.arrays import Fp4Array, Stacked
 from kernels_pallas.decode_attention import attend
-from kernels_pallas.kv_cache import LatentCache, append_latent
+from kernels_pallas.kv_cache import LatentCache, append_latent, in_rows
 from kernels_pallas.quantize import dequantize
 from trace_jax.models.config import ModelConfig
 from trace_jax.models.layers import LayerInputs, linear, norm_gain, param, rms_norm
@@ -80,9 +80,16 @@ class LatentAttention(nnx.Module):
             out = expanded_attention(q_nope, q_rope, latent, k_rope, up, mask, scale)
         else:
             cache, captured[KEY] = append_latent(
-                inputs.cache, latent, k_rope, positions, valid, layer=inputs.layer
+                inputs.cache,
+                latent,
+                k_rope,
+                positions,
+                valid,
+                layer=inputs.layer,
+                page_table=inputs.page_table,
             )
-            out = absorbed_attention(q_nope, q_rope, cache, up, positions, scale, layer=inputs.layer)
+            where = {"layer": inputs.layer, "page_table": inputs.page_table}
+            out = absorbed_attention(q_nope, q_rope, cache, up, positions, scale, **where)
         out = linear(out.reshape(*positions.shape, -1), self.output)
         return x + out, cache, captured
 
@@ -114,6 +121,7 @@ def absorbed_attention(
     scale: float,
     *,
     layer: Int[Array, ""] | None = None,
+    page_table: Int[Array, "B pages"] | None = None,
 ) -> Float[Array, "B T H v"]:
     """Attention over the cache entries s <= position without expanding them.
 
@@ -122,12 +130,15 @@ def absorbed_attention(
     latents are rounded to the compute dtype, which is how far this is from `expanded_attention`.
 
     Args:
-        cache: the queries' own entries included; with `layer` stacked over layers.
+        cache: the queries' own entries included; with `layer` stacked over layers, with `page_table` in pages, of which
+            those up to a query's position are mapped.
         positions: of each query in its sequence.
     """
     dtype, nope_dim = q_nope.dtype, q_nope.shape[-1]
     if layer is not None:
         cache = Stacked(cache, layer).slice()
+    if page_table is not None:
+        cache = in_rows(cache, page_table)
     latent = cache.latent
     latent = dequantize(latent, dtype) if isinstance(latent, Fp4Array) else latent.astype(dtype)
     folded = dots.einsum("bthn,rhn->bthr", q_nope, up[..., :nope_dim]).astype(dtype)

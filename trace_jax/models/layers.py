@@ -85,11 +85,12 @@ class LayerInputs(NamedTuple):
     """What one layer reads besides the residual stream; every field may be None.
 
     `cache` is the mixer's, stacked over its layers where `layer` is this layer's index in it, of this layer alone where
-    `layer` is None; `window` is static.
+    `layer` is None; `page_table` int32 `[B, pages]` where the cache is paged; `window` is static.
     """
 
     cache: Any = None
     layer: Int[Array, ""] | None = None
+    page_table: Int[Array, "B pages"] | None = None
     window: int | None = None
     routes: Int[Array, "B T k"] | None = None
     guides: dict[str, Any] | None = None

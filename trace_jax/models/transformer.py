@@ -102,6 +102,7 @@ class Transformer(nnx.Module):
         *,
         numerics: Numerics,
         cache: dict[str, Any] | None = None,
+        page_table: Int[Array, "B pages"] | None = None,
         routes: Int[Array, "M B T k"] | None = None,
         guides: dict[str, Any] | None = None,
         weight_guides: dict[str, Any] | None = None,
@@ -115,6 +116,7 @@ class Transformer(nnx.Module):
             valid: False for padding. Padding is computed but never attended to, recorded or cached.
             numerics: arithmetic of the quantization sites.
             cache: of `init_cache`; tokens are added to it, then attended to.
+            page_table: pages of each sequence, negative where none is mapped, if the cache is paged.
             routes: expert ids to replay in each of the M MoE layers, negative where a token chooses for itself.
             guides: records by site, stacked over those of the guided layers that have the site, `[L, B, T, ...]`.
             weight_guides: packed expert weights of the rollout's version, stacked over MoE layers.
@@ -137,7 +139,9 @@ class Transformer(nnx.Module):
         }
         carry, parts = (x, cache), []
         for run in layer_runs(config.layers, guided_layers):
-            carry, part = self._run(run, carry, by_layer, stacks, guides, positions, valid, numerics)
+            carry, part = self._run(
+                run, carry, by_layer, stacks, guides, page_table, positions, valid, numerics
+            )
             parts.append(part)
         x, cache = carry
         routes, guided, every = (concatenate_kept([part[i] for part in parts]) for i in range(3))
@@ -146,7 +150,7 @@ class Transformer(nnx.Module):
         hidden = rms_norm(x, self.final_norm, config.norm_eps, centred=config.centred_norms)
         return ForwardOutput(hidden=hidden, cache=cache, routes=routes["own"], guided=guided, every=every)
 
-    def _run(self, run: Run, carry, by_layer, stacks, guides, positions, valid, numerics):
+    def _run(self, run: Run, carry, by_layer, stacks, guides, page_table, positions, valid, numerics):
         """One scan: the carry, and what its layers kept, by key, stacked over them."""
         config = self.config
         places = {name: Places(layers, run) for name, (layers, _) in by_layer.items()}
@@ -180,6 +184,7 @@ class Transformer(nnx.Module):
                 layer_inputs = LayerInputs(
                     cache=None if cache is None else cache[layer.mixer],
                     layer=places[layer.mixer].traced(index, offset),
+                    page_table=page_table,
                     window=layer.window,
                     routes=at("routes"),
                     guides={site: at(site) for site in guides if at(site) is not None} if guides else None,

@@ -22,6 +22,7 @@ MESH_AXES = ("data", "fsdp", "expert", "tensor")
 LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "length": None,
+    "pages": None,
     "layers": None,
     "vocab": "tensor",
     "embed": "fsdp",

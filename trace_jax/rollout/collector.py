@@ -1,0 +1,73 @@
+"""Rows on their way from the device to the sequences they belong to."""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def to_host(arrays: Any) -> Any:
+    """Starts to copy arrays from the device to page-locked memory of the host.
+
+    By a plain copy, to memory that is not, an H200 moved 1.3 GB/s in the place of 35.
+    """
+    if jax.default_backend() == "cpu":
+        return arrays
+    return jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("pinned_host")), arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Where rows belong: `count` of `source`'s, of lane or slot `index`, to `target[start:]`."""
+
+    index: int
+    count: int
+    target: np.ndarray
+    start: int
+
+
+class Collector:
+    """Puts rows into place in a thread of its own, in the order in which they were added, while the device goes on.
+
+    Adding waits where `PENDING` programs' rows are not in place yet, so no more than these and the added one are held.
+    """
+
+    PENDING = 2
+
+    def __init__(self):
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rows")
+        self._pending: collections.deque[Future[None]] = collections.deque()
+        self._others: collections.deque[Future[None]] = collections.deque()
+
+    def add(self, data: jax.Array, placed: list[Placed], *, by_step: bool) -> None:
+        """Rows of one program: `[steps, slots, 1, bytes]` if `by_step`, else `[lanes, positions, bytes]`."""
+        data = to_host(data)
+        while len(self._pending) >= self.PENDING:
+            self._pending.popleft().result()  # its error, if it had one
+        self._pending.append(self._worker.submit(_place, data, placed, by_step))
+
+    def then(self, run: Callable[..., None], *args: Any) -> None:
+        """Runs after everything added so far is in place, in the same thread."""
+        while self._others and self._others[0].done():
+            self._others.popleft().result()
+        self._others.append(self._worker.submit(run, *args))
+
+    def wait(self) -> None:
+        """Until everything added so far is in place; raises the error of what failed."""
+        for futures in (self._pending, self._others):
+            while futures:
+                futures.popleft().result()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _place(data: jax.Array, placed: list[Placed], by_step: bool) -> None:
+    data = np.asarray(data)
+    for p in placed:
+        rows = data[: p.count, p.index, 0] if by_step else data[p.index, : p.count]
+        p.target[p.start : p.start + p.count] = rows

@@ -1,0 +1,285 @@
+"""The jitted programs of an engine: prefill, first tokens, decode, copies of pages. All state is in the cache."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kernels_pallas.formats import Fp4Format
+from trace_jax.guidance import GuidanceSpec, LayerRows, PackedRows, pack_rows, row_hash
+from trace_jax.models import ModelConfig, init_cache, lay_out
+from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
+from trace_jax.rollout.sampling import MAX_STOP_TOKENS, Draws, Sampled, sample
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What the host says of the sequences of a batch, before a program runs; `[N]` unless stated.
+
+    Attributes:
+        ints: int32 `[N, 5 + MAX_STOP_TOKENS]`: the token to feed, its position, tokens at which the response ends,
+            whether the sequence takes part, top_k, stop tokens (-1 where there is none). One array, as `floats`: each
+            costs the host a transfer.
+        floats: float32 `[N, 3]`: inverse temperature, top_p, min_p.
+        keys: uint32 `[N, words]`.
+        table: int32 `[N, pages]`, pages of each sequence, -1 where there is none.
+    """
+
+    ints: Any
+    floats: Any
+    keys: Any
+    table: Any
+
+    @classmethod
+    def empty(cls, count: int, pages: int, words: int) -> "Slots":
+        """NumPy arrays for `count` sequences that take no part."""
+        ints = np.zeros((count, 5 + MAX_STOP_TOKENS), np.int32)
+        ints[:, 5:] = -1
+        floats = np.ones((count, 3), np.float32)
+        floats[:, 2] = 0
+        table = np.full((count, pages), -1, np.int32)
+        return cls(ints=ints, floats=floats, keys=np.zeros((count, words), np.uint32), table=table)
+
+    def draws(self, positions: jax.Array) -> Draws:
+        """For tokens at `positions`: a sequence's token depends on its key and position, on no company."""
+        keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(self.keys), positions)
+        return Draws(
+            inverse_temperature=self.floats[:, 0],
+            top_k=self.ints[:, 4],
+            top_p=self.floats[:, 1],
+            min_p=self.floats[:, 2],
+            keys=keys,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What `chunk` decode steps leave, the step axis first.
+
+    `tokens` int32 `[chunk, N]`, -1 where none was drawn; a sequence that drew one fed one. `logprobs` float32
+    `[2, chunk, N]`, where it was drawn and of the model's own; `rows` and `audit` `[chunk, N, 1, bytes]`.
+    """
+
+    tokens: Any
+    logprobs: Any
+    rows: PackedRows
+    audit: PackedRows | None
+
+
+class Programs:
+    """Compiled for one model, precision and set of static shapes; `compilations` counts all of them."""
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        model: ModelConfig,
+        *,
+        plan: QuantPlan | None,
+        record: GuidanceSpec | None,
+        chunk: int,
+        slots: int,
+        pages: int,
+        page_size: int,
+        audited: int,
+    ):
+        """`plan` None rolls out in BF16; `record` says what guided layers keep, None records routes only."""
+        if plan is not None:
+            plan.check(**model.contractions)
+        elif record is not None:
+            raise ValueError(
+                "a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan."
+            )
+        self.graphdef, self.model, self.plan, self.record = graphdef, model, plan, record
+        self.chunk, self.slots, self.pages, self.page_size, self.audited = (
+            chunk,
+            slots,
+            pages,
+            page_size,
+            audited,
+        )
+        self._route_dtype = np.uint8 if model.num_experts < 255 else np.uint16
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled in this process so far, for any engine: it stands still once an engine is warm."""
+        jitted = (
+            Programs.prefill,
+            Programs.first,
+            Programs.decode,
+            Programs.force,
+            copy_pages,
+            copy_states,
+        )
+        return sum(f._cache_size() for f in jitted)
+
+    @property
+    def kv_format(self) -> Fp4Format | None:
+        return self.plan.fp4 if self.plan is not None and self.plan.kv else None
+
+    def init_cache(self) -> dict[str, Any]:
+        """Pages for what grows with the tokens, a row per slot for what does not."""
+        return init_cache(self.model, self.slots, self.page_size, self.kv_format, pages=self.pages)
+
+    def _numerics(self, audited: int) -> Numerics:
+        if self.plan is None:
+            return Bf16Numerics()
+        return PackedNumerics(plan=self.plan, record=self.record, audit_rows=tuple(range(audited)))
+
+    def _feed(self, model, cache, tokens, positions, fed, table, audited: int):
+        """Feeds tokens `[B, T]`: the output, with its cache laid out."""
+        out = model(
+            tokens,
+            positions,
+            fed,
+            numerics=self._numerics(audited),
+            cache=cache,
+            page_table=table,
+            # All layers are captured, the record's are kept: a scan split at the first guided layer is two programs.
+            guided_layers=tuple(range(self.model.num_layers)) if self.record else (),
+        )
+        return dataclasses.replace(out, cache=lay_out(out.cache, paged=True))
+
+    def _kept(self, out, tokens, positions, fed) -> tuple[PackedRows, PackedRows | None]:
+        """What leaves the device: each row's routes, hash and record, and the audited rows' full codes."""
+        routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(self._route_dtype).max)
+        hashes = jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0))
+        guided = None
+        if self.record is not None:
+            guided = {group[0]: self._recorded(group, out.guided[group[0]]) for group in self.record.groups}
+        rows = pack_rows((routes.astype(self._route_dtype), guided), hashes)
+        return rows, None if out.every is None else pack_rows(out.every, None)
+
+    def _recorded(self, group: tuple[str, ...], captured: LayerRows) -> LayerRows:
+        """The record's layers, of the captured ones: those that have every site of the group."""
+        having = set.intersection(*(set(self.model.site_layers(site)) for site in group))
+        assert captured.data.shape[0] == len(having), (group, captured.data.shape, having)
+        places = [sorted(having).index(layer) for layer in self.record.layers_of(group[0])]
+        return dataclasses.replace(captured, data=captured.data[np.asarray(places)])
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def prefill(self, params, cache, tokens, starts, counts, slots, table):
+        """Feeds `counts` `[R]` of the tokens `[R, C]`, of which the first is at `starts`, to sequences in `slots`.
+
+        Returns the cache, the logits `[R, V]` that follow the last token fed, and what was kept, `[R, C, bytes]`.
+        """
+        model = nnx.merge(self.graphdef, params)
+        column = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions, fed = starts[:, None] + column, column < counts[:, None]
+        states = _states_of(cache, slots, starts)
+        out = self._feed(model, cache | states, tokens, positions, fed, table, min(self.audited, len(tokens)))
+        # No lane that feeds nothing has a slot; past the end nothing is written.
+        slots = jnp.where(counts > 0, slots, self.slots)
+        cache = out.cache | {
+            name: jax.tree.map(lambda old, new: old.at[:, slots].set(new, mode="drop"), cache[name], state)
+            for name, state in out.cache.items()
+            if name in states
+        }
+        last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+        return lay_out(cache, paged=True), model.logits(last), *self._kept(out, tokens, positions, fed)
+
+    @functools.partial(jax.jit, static_argnums=0, static_argnames="plain")
+    def first(self, logits, lanes, state: Slots, *, plain: bool) -> Sampled:
+        """The tokens `[M]` that follow a prefill: of each sequence of `state` from the logits of its lane."""
+        return sample(logits[lanes], state.draws(state.ints[:, 1] + 1), plain=plain)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="plain")
+    def decode(self, params, cache, state: Slots, *, plain: bool):
+        """`chunk` steps, each of which feeds a token of every sequence and draws the next: the cache and `Decoded`."""
+        model = nnx.merge(self.graphdef, params)
+        limit, stops = state.ints[:, 2], state.ints[:, 5:]
+
+        def step(carry, _):
+            cache, token, position, live = carry
+            column, where, fed = token[:, None], position[:, None], live[:, None]
+            out = self._feed(model, cache, column, where, fed, state.table, self.audited)
+            rows, audit = self._kept(out, column, where, fed)
+            drawn = sample(model.logits(out.hidden[:, 0]), state.draws(position + 1), plain=plain)
+            stop = jnp.any(drawn.tokens[:, None] == stops, axis=-1) | (position + 2 >= limit)
+            kept = Decoded(
+                tokens=jnp.where(live, drawn.tokens, -1),
+                logprobs=jnp.stack([drawn.logprobs, drawn.raw_logprobs]),
+                rows=rows,
+                audit=audit,
+            )
+            # A sequence that is done stays where it is; what it would feed is not written.
+            carry = out.cache, jnp.where(live, drawn.tokens, token), position + live, live & ~stop
+            return carry, kept
+
+        carry = cache, state.ints[:, 0], state.ints[:, 1], state.ints[:, 3] > 0
+        (cache, *_), kept = jax.lax.scan(step, carry, length=self.chunk)
+        return cache, dataclasses.replace(kept, logprobs=jnp.moveaxis(kept.logprobs, 1, 0))
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def force(self, params, cache, state: Slots, tokens):
+        """`decode` of given tokens: feeds `tokens` `[N, chunk + 1]`, -1 past a sequence's end, and draws nothing.
+
+        Returns the cache and log-probs float32 `[N, chunk]` of every token but the first, given those before it, where
+        `state` draws them.
+        """
+        model = nnx.merge(self.graphdef, params)
+
+        def step(cache, inputs):
+            token, following, position = inputs
+            fed = (following >= 0) & (token >= 0)
+            out = self._feed(
+                model, cache, jnp.maximum(token, 0)[:, None], position[:, None], fed[:, None], state.table, 0
+            )
+            scaled = model.logits(out.hidden[:, 0]) * state.floats[:, :1]
+            logprobs = jax.nn.log_softmax(scaled, axis=-1)
+            chosen = jnp.take_along_axis(logprobs, jnp.maximum(following, 0)[:, None], axis=-1)[:, 0]
+            return out.cache, jnp.where(fed, chosen, 0)
+
+        positions = state.ints[:, 1] + jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[:, None]
+        cache, logprobs = jax.lax.scan(step, cache, (tokens.T[:-1], tokens.T[1:], positions))
+        return cache, logprobs.T
+
+    def layouts(self, params: nnx.State, words: int) -> tuple[PackedRows, PackedRows | None]:
+        """How rows and audited rows are packed, by shapes alone."""
+        state = Slots.empty(self.slots, 1, words)
+        _, kept = jax.eval_shape(
+            functools.partial(Programs.decode, self, plain=True),
+            params,
+            jax.eval_shape(self.init_cache),
+            state,
+        )
+        return kept.rows, kept.audit
+
+
+def _states_of(cache: dict[str, Any], slots: jax.Array, starts: jax.Array) -> dict[str, Any]:
+    """The states of `slots`, of a cache's parts that are kept by slot; zeros where a sequence starts."""
+    if "delta" not in cache:
+        return {}
+
+    def of(leaf):
+        taken = jnp.take(leaf, slots, axis=1, mode="clip")
+        return jnp.where(
+            (starts == 0).reshape(1, -1, *(1,) * (leaf.ndim - 2)), jnp.zeros((), leaf.dtype), taken
+        )
+
+    return {"delta": jax.tree.map(of, cache["delta"])}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_pages(cache: dict[str, Any], sources: jax.Array, targets: jax.Array) -> dict[str, Any]:
+    """Copies pages, all layers of each; a target past the last page is not written."""
+
+    def copy(leaf):
+        return leaf.at[:, targets].set(leaf[:, sources], mode="drop")
+
+    return {name: part if name == "delta" else jax.tree.map(copy, part) for name, part in cache.items()}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_states(cache: dict[str, Any], sources: jax.Array, targets: jax.Array) -> dict[str, Any]:
+    """Copies what is kept by slot; a target past the last slot is not written."""
+
+    def copy(leaf):
+        return leaf.at[:, targets].set(leaf[:, sources], mode="drop")
+
+    return {name: jax.tree.map(copy, part) if name == "delta" else part for name, part in cache.items()}

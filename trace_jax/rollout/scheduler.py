@@ -1,0 +1,370 @@
+"""Who is fed, who decodes, who waits, and whose pages are taken when there are none left."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from trace_jax.config import ConfigError, check_range
+from trace_jax.rollout.pages import PagePool
+from trace_jax.rollout.requests import RequestError
+from trace_jax.rollout.sequences import Sequence, State
+
+SYNCS = ("finish", "continue")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Static shapes and limits of an engine.
+
+    Attributes:
+        slots: sequences that decode side by side.
+        max_length: tokens of the longest sequence.
+        page_size: positions of a page of the cache: on GPUs a multiple of 64, on TPUs of 128.
+        pages: in all; `capacity.pages_that_fit` says how many a device has room for.
+        chunk: decode steps of one device call. Slots are refilled, and weights change, between calls.
+        buckets: lengths that a prefill is padded to; a longer prompt goes in several calls.
+        prefill_tokens: of one prefill call at most, padding included: decoding waits no longer than for these.
+        audit_slots: slots, and lanes of a prefill, whose full codes are kept for those that ask for it.
+        host_bytes: of the host's memory for sequences that have been admitted and not been handed over yet. New ones
+            wait until the consumer has taken finished ones.
+        sync: sequences in flight `finish` under the weights that they began with, both versions being held, or
+            `continue` with the new ones upon the cache that they have, their rows saying which version made them.
+    """
+
+    slots: int
+    max_length: int
+    page_size: int = 128
+    pages: int
+    chunk: int = 16
+    buckets: tuple[int, ...] = (32, 128, 512, 2048)
+    prefill_tokens: int = 2048
+    audit_slots: int = 0
+    host_bytes: int = 2**33
+    sync: str = "finish"
+
+    def __post_init__(self):
+        names = ("slots", "max_length", "page_size", "pages", "chunk", "prefill_tokens", "host_bytes")
+        check_range("engine", self, *names, at_least=1)
+        if self.sync not in SYNCS:
+            raise ConfigError(f"engine.sync is {self.sync!r}; expected one of {SYNCS}.")
+        if not self.buckets or list(self.buckets) != sorted(set(self.buckets)) or self.buckets[0] < 1:
+            raise ConfigError(
+                f"engine.buckets are {self.buckets}; expected increasing lengths of at least 1."
+            )
+        if not 0 <= self.audit_slots <= self.slots:
+            raise ConfigError(
+                f"engine.audit_slots is {self.audit_slots}; expected 0 to the {self.slots} slots."
+            )
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Of the longest sequence."""
+        return -(-self.max_length // self.page_size)
+
+    def lanes(self, bucket: int) -> int:
+        """Sequences of one prefill call."""
+        return max(1, min(self.slots, self.prefill_tokens // bucket))
+
+    def bucket(self, tokens: int) -> int:
+        """The call that feeds `tokens`, or the first of several: it depends on the sequence's own length alone."""
+        return next((b for b in self.buckets if b >= tokens), self.buckets[-1])
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A prefill: what `sequences` have in common is fed once, by the first of them, which holds the pages.
+
+    `tails` are pages for the others' copies of the last page, where that is not full.
+    """
+
+    sequences: list[Sequence]
+    tails: list[int]
+
+    @property
+    def leader(self) -> Sequence:
+        return self.sequences[0]
+
+    @property
+    def remaining(self) -> int:
+        return self.leader.target - self.leader.fed
+
+    @property
+    def audited(self) -> bool:
+        return any(sequence.audited for sequence in self.sequences)
+
+
+class Scheduler:
+    """Bookkeeping on the host, without any array of the device.
+
+    Sequences are admitted in the order of arrival, those whose pages were taken first. Nobody waits for ever: the
+    oldest sequence always gets pages, by taking those of younger ones.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, keeps_slot: bool, take: Callable[[tuple[int, ...]], np.ndarray]
+    ):
+        """`keeps_slot`: a sequence has state in its slot, so it is fed there, and keeps it between turns.
+
+        `take` gives memory for rows.
+        """
+        self.config, self.keeps_slot, self._take = config, keeps_slot, take
+        self.pool = PagePool(config.pages)
+        self.waiting: collections.deque[list[Sequence]] = collections.deque()
+        self.jobs: list[Job] = []
+        self.ready: collections.deque[Sequence] = collections.deque()
+        self.slots: list[Sequence | None] = [None] * config.slots
+        self.sequences: dict[int, Sequence] = {}
+        self.host_bytes = 0
+        self.preemptions = 0
+        self._started = 0
+
+    # -- arrival -------------------------------------------------------------------------------------------------
+
+    def check_length(self, prompt: int, length: int) -> None:
+        """Raises RequestError for a sequence that could never be served."""
+        c = self.config
+        most = min(c.max_length, c.pages * c.page_size)
+        if length > most:
+            raise RequestError(
+                f"a prompt of {prompt} tokens and its response of up to {length - prompt} need {length} positions, "
+                f"the engine has {most} for a sequence (max_length {c.max_length}, {c.pages} pages of {c.page_size}). "
+                "Shorten the prompt, lower max_new_tokens, or raise engine.max_length or engine.pages."
+            )
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Sequences with the same prompt."""
+        self.sequences |= {sequence.id: sequence for sequence in sequences}
+        self.waiting.append(sequences)
+
+    def resume(self, sequence: Sequence) -> None:
+        """A paused sequence has been extended."""
+        sequence.state = State.WAITING
+        self.waiting.appendleft([sequence])
+
+    # -- prefill ---------------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Begins prefills while slots will be free for what comes of them, and pages and memory are."""
+        while self.waiting:
+            group = self.waiting[0]
+            expected = len(self.ready) + sum(len(job.sequences) for job in self.jobs)
+            if expected and expected >= self._free_slots() + self.config.slots // 4:
+                return
+            job = self._begin(group)
+            if job is None:
+                return
+            self.jobs.append(job)
+            del group[: len(job.sequences)]
+            if not group:
+                self.waiting.popleft()
+
+    def _free_slots(self) -> int:
+        return sum(sequence is None for sequence in self.slots)
+
+    def _begin(self, group: list[Sequence]) -> Job | None:
+        """As many of the group as can be, or None."""
+        c, leader = self.config, group[0]
+        most = self._with_slots(group) if self.keeps_slot else len(group)
+        if leader.started == 0:  # others are accounted for already
+            room = (c.host_bytes - self.host_bytes) // leader.nbytes
+            most = min(most, max(room, 0 if self.host_bytes else 1))
+        if most == 0:
+            return None
+        pages = -(-leader.target // c.page_size) - len(leader.pages)
+        tail = leader.target % c.page_size > 0
+        running = sum(1 for _ in self.running())
+        if not (running or self.jobs or self.ready):
+            # Only what waits between turns can hold pages then, and nobody knows for how long.
+            while self.pool.free < pages and (paused := self._paused(leader)):
+                self.preempt(max(paused, key=lambda s: s.started))
+        # What runs will need pages soon: without these it would take them back at once.
+        spare = self.pool.free - pages - running
+        if spare < 0 and (running or self.jobs or self.ready):
+            return None
+        if tail:
+            most = min(most, 1 + max(spare, 0))
+        taken = self.pool.take(pages + (most - 1 if tail else 0))
+        if taken is None:
+            return None
+        leader.pages += taken[:pages]
+        sequences = group[:most]
+        for sequence in sequences:
+            sequence.state = State.PREFILL
+            if sequence.started == 0:
+                self._started += 1
+                sequence.begin(self._started, self._take)
+                self.host_bytes += sequence.nbytes
+            if self.keeps_slot and sequence.slot is None:
+                self._give_slot(sequence)
+        return Job(sequences, taken[pages:])
+
+    def _with_slots(self, group: list[Sequence]) -> int:
+        """How many of a group, from the first on, have slots or could be given some."""
+        given: set[int] = set()
+        for n, sequence in enumerate(group):
+            free = [i for i in self._slots_for(sequence) if i not in given]
+            if sequence.slot is None and not free:
+                return n
+            given |= set(free[:1] if sequence.slot is None else [])
+        return len(group)
+
+    def _paused(self, other: Sequence) -> list[Sequence]:
+        """Sequences between turns that hold pages."""
+        found = self.sequences.values()
+        return [s for s in found if s.state is State.PAUSED and s.pages and s is not other]
+
+    def call(self) -> tuple[int, list[tuple[int, Job]]]:
+        """The next prefill call: its bucket, and its lanes with their jobs, those of one bucket, oldest first."""
+        if not self.jobs:
+            return 0, []
+        c = self.config
+        bucket = c.bucket(self.jobs[0].remaining)
+        lanes = c.lanes(bucket)
+        same = [job for job in self.jobs if c.bucket(job.remaining) == bucket]
+        audited = [job for job in same if job.audited][: min(c.audit_slots, lanes)]
+        others = [job for job in same if not job.audited]
+        chosen = [*enumerate(audited), *enumerate(others, start=len(audited))][:lanes]
+        return bucket, chosen
+
+    def fed(self, job: Job) -> tuple[list[int], list[int]]:
+        """A job is done, its sequences are ready, each with pages of its own to write to.
+
+        Returns the pages that have to be copied, from and to.
+        """
+        self.jobs.remove(job)
+        leader, *others = job.sequences
+        whole, tail = divmod(leader.target, self.config.page_size)
+        sources, targets = [], []
+        for sequence in others:
+            shared = leader.pages[:whole]
+            self.pool.share(shared)
+            sequence.pages = list(shared)
+            if tail:
+                sequence.pages.append(job.tails.pop())
+                sources.append(leader.pages[whole])
+                targets.append(sequence.pages[whole])
+        self.pool.release(job.tails)  # of sequences that were cancelled meanwhile
+        for sequence in job.sequences:
+            sequence.state = State.READY
+            self.ready.append(sequence)
+        return sources, targets
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def _slots_for(self, sequence: Sequence) -> list[int]:
+        """Free slots that serve a sequence, the best one first."""
+        free = [i for i, taken in enumerate(self.slots) if taken is None]
+        audit = self.config.audit_slots
+        if sequence.audited:
+            return [i for i in free if i < audit]
+        return sorted(free, key=lambda i: i < audit)
+
+    def _give_slot(self, sequence: Sequence) -> None:
+        sequence.slot = self._slots_for(sequence)[0]
+        self.slots[sequence.slot] = sequence
+
+    def place(self) -> None:
+        """Gives ready sequences slots."""
+        for sequence in list(self.ready):
+            if sequence.slot is None:
+                if not self._slots_for(sequence):
+                    continue
+                self._give_slot(sequence)
+            self.ready.remove(sequence)
+            sequence.state = State.RUNNING
+
+    def running(self) -> Iterator[Sequence]:
+        return (s for s in self.slots if s is not None and s.state is State.RUNNING)
+
+    def reserve(self) -> None:
+        """Pages for the next chunk of all that run, oldest first; the youngest give theirs where there are too few."""
+        for sequence in sorted(self.running(), key=lambda s: s.started):
+            if sequence.state is not State.RUNNING:
+                continue  # its pages were taken
+            last = min(sequence.fed + self.config.chunk, sequence.limit - 1)
+            needed = -(-last // self.config.page_size) - len(sequence.pages)
+            while needed > 0 and sequence.state is State.RUNNING:
+                taken = self.pool.take(needed)
+                if taken is not None:
+                    sequence.pages += taken
+                    break
+                self.preempt(self._youngest(sequence))
+
+    def _youngest(self, needing: Sequence) -> Sequence:
+        holders = [
+            s
+            for s in self.sequences.values()
+            if s.pages and s.state in (State.RUNNING, State.READY, State.PAUSED)
+        ]
+        return max([*holders, needing], key=lambda s: s.started)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's pages. Its tokens stay; its rows are computed, and recorded, again."""
+        self.preemptions += 1
+        paused = sequence.state is State.PAUSED
+        self._leave(sequence)
+        sequence.fed = 0
+        if not paused:
+            sequence.state = State.WAITING
+            self.waiting.appendleft([sequence])
+
+    def pause(self, sequence: Sequence) -> None:
+        """Between turns a sequence keeps its pages, and its slot if it has state there."""
+        if sequence.state is State.READY:  # its first token was its last
+            self.ready.remove(sequence)
+        if sequence.slot is not None and not self.keeps_slot:
+            self.slots[sequence.slot], sequence.slot = None, None
+        sequence.state = State.PAUSED
+
+    # -- departure -------------------------------------------------------------------------------------------------
+
+    def end(self, sequence: Sequence) -> Sequence | None:
+        """A sequence is done, wherever it is. Returns who feeds what they have in common in its place, if any do."""
+        heir = None
+        if sequence.state is State.WAITING:
+            group = next(group for group in self.waiting if sequence in group)
+            group.remove(sequence)
+            if not group:
+                self.waiting.remove(group)
+        elif sequence.state is State.PREFILL:
+            job = next(job for job in self.jobs if sequence in job.sequences)
+            led = job.leader is sequence
+            job.sequences.remove(sequence)
+            if not job.sequences:
+                self.jobs.remove(job)
+                self.pool.release(job.tails)
+            elif led:
+                heir = job.leader
+                heir.pages, sequence.pages = sequence.pages, []
+                heir.fed, heir.recorded = sequence.fed, sequence.recorded
+                heir.versions[: heir.fed] = sequence.versions[: heir.fed]
+                if self.keeps_slot:
+                    heir.slot, sequence.slot = sequence.slot, heir.slot
+                    self.slots[heir.slot], self.slots[sequence.slot] = heir, sequence
+        self._leave(sequence)
+        sequence.state = State.DONE
+        return heir
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.state is State.READY:
+            self.ready.remove(sequence)
+        if sequence.slot is not None:
+            self.slots[sequence.slot], sequence.slot = None, None
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+
+    def handed_over(self, sequence: Sequence) -> None:
+        """The consumer has a sequence's result: its memory is no longer the engine's."""
+        del self.sequences[sequence.id]
+        if sequence.started:
+            self.host_bytes -= sequence.nbytes
+
+    def check(self) -> None:
+        """AssertionError unless every page is free or held by whom it should be."""
+        holders = [sequence.pages for sequence in self.sequences.values()]
+        self.pool.check([*holders, *(job.tails for job in self.jobs)])
+        for i, sequence in enumerate(self.slots):
+            assert sequence is None or sequence.slot == i
+        assert np.all([s.slot is None or self.slots[s.slot] is s for s in self.sequences.values()])
