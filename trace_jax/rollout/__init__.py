@@ -1,21 +1,31 @@
-"""Jitted FP4 rollout: prefill, chunked decode, sampling, records."""
+"""FP4 rollout: an engine of continuous batching over a paged cache, sampling, records."""
 
+from trace_jax.rollout.collate import collate
+from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.engine_config import EngineConfig
+from trace_jax.rollout.programs import Programs
 from trace_jax.rollout.random_weights import random_rollout_weights
+from trace_jax.rollout.requests import Request, RequestError, Result
 from trace_jax.rollout.sampler import Prompt, RolloutConfig, Sampler
-from trace_jax.rollout.sampling import SamplingConfig, sample, scale_logits, token_logprobs
+from trace_jax.rollout.sampling import SamplingConfig, scale_logits, token_logprobs
 from trace_jax.rollout.store import load_trajectories, save_trajectories
-from trace_jax.rollout.trajectories import Trajectories, concatenate
+from trace_jax.rollout.trajectories import Trajectories
 
 __all__ = [
+    "Engine",
+    "EngineConfig",
+    "Programs",
     "Prompt",
+    "Request",
+    "RequestError",
+    "Result",
     "RolloutConfig",
     "Sampler",
     "SamplingConfig",
     "Trajectories",
-    "concatenate",
+    "collate",
     "load_trajectories",
     "random_rollout_weights",
-    "sample",
     "save_trajectories",
     "scale_logits",
     "token_logprobs",

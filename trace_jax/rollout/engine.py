@@ -10,15 +10,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from trace_jax.guidance import GuidanceSpec, PackedRows
-from trace_jax.models import ModelConfig
-from trace_jax.quant import QuantPlan, arranged_for_kernels
+from trace_jax.guidance import PackedRows
+from trace_jax.quant import arranged_for_kernels
 from trace_jax.rollout.collector import Collector, Placed
 from trace_jax.rollout.host_memory import HostMemory
 from trace_jax.rollout.metrics import Meter
 from trace_jax.rollout.programs import Programs, Slots, copy_pages, copy_states
 from trace_jax.rollout.requests import Request, RequestError, Result, key_words
-from trace_jax.rollout.scheduler import EngineConfig, Job, Scheduler
+from trace_jax.rollout.scheduler import Job, Scheduler
 from trace_jax.rollout.sequences import Sequence, State
 
 DecodeText = Callable[[list[int]], str]
@@ -35,33 +34,16 @@ class Engine:
     differ in their last bits, and their record replaces the first.
     """
 
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef,
-        model: ModelConfig,
-        config: EngineConfig,
-        *,
-        plan: QuantPlan | None = None,
-        record: GuidanceSpec | None = None,
-        decode_text: DecodeText | None = None,
-    ):
-        """`plan` None rolls out in BF16; `record` says what guided layers keep, None records routes only."""
-        self.model, self.config, self.decode_text = model, config, decode_text
-        self.programs = Programs(
-            graphdef,
-            model,
-            plan=plan,
-            record=record,
-            chunk=config.chunk,
-            slots=config.slots,
-            pages=config.pages,
-            page_size=config.page_size,
-            audited=config.audit_slots,
-        )
+    def __init__(self, programs: Programs, *, decode_text: DecodeText | None = None):
+        """`programs` may serve one engine after another; compiling them is what costs."""
+        self.programs, self.model, self.config = programs, programs.model, programs.config
+        self.decode_text = decode_text
         self.meter = Meter()
         self._words = len(key_words((0,))[0])
         self._memory, self._collector = HostMemory(), Collector()
-        self._scheduler = Scheduler(config, keeps_slot=bool(model.layers_of("delta")), take=self._memory.take)
+        self._scheduler = Scheduler(
+            self.config, keeps_slot=bool(self.model.layers_of("delta")), take=self._memory.take
+        )
         self._weights: dict[int, nnx.State] = {}
         self._cache: dict[str, Any] | None = None
         self._version: int | None = None

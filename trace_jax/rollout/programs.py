@@ -13,6 +13,7 @@ from kernels_pallas.formats import Fp4Format
 from trace_jax.guidance import GuidanceSpec, LayerRows, PackedRows, pack_rows, row_hash
 from trace_jax.models import ModelConfig, init_cache, lay_out
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
+from trace_jax.rollout.engine_config import EngineConfig
 from trace_jax.rollout.sampling import MAX_STOP_TOKENS, Draws, Sampled, sample
 
 
@@ -79,14 +80,10 @@ class Programs:
         self,
         graphdef: nnx.GraphDef,
         model: ModelConfig,
+        config: EngineConfig,
         *,
-        plan: QuantPlan | None,
-        record: GuidanceSpec | None,
-        chunk: int,
-        slots: int,
-        pages: int,
-        page_size: int,
-        audited: int,
+        plan: QuantPlan | None = None,
+        record: GuidanceSpec | None = None,
     ):
         """`plan` None rolls out in BF16; `record` says what guided layers keep, None records routes only."""
         if plan is not None:
@@ -95,14 +92,8 @@ class Programs:
             raise ValueError(
                 "a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan."
             )
-        self.graphdef, self.model, self.plan, self.record = graphdef, model, plan, record
-        self.chunk, self.slots, self.pages, self.page_size, self.audited = (
-            chunk,
-            slots,
-            pages,
-            page_size,
-            audited,
-        )
+        self.graphdef, self.model, self.config, self.plan, self.record = graphdef, model, config, plan, record
+        self._layouts: tuple[PackedRows, PackedRows | None] | None = None
         self._route_dtype = np.uint8 if model.num_experts < 255 else np.uint16
 
     @property
@@ -124,7 +115,8 @@ class Programs:
 
     def init_cache(self) -> dict[str, Any]:
         """Pages for what grows with the tokens, a row per slot for what does not."""
-        return init_cache(self.model, self.slots, self.page_size, self.kv_format, pages=self.pages)
+        c = self.config
+        return init_cache(self.model, c.slots, c.page_size, self.kv_format, pages=c.pages)
 
     def _numerics(self, audited: int) -> Numerics:
         if self.plan is None:
@@ -169,12 +161,14 @@ class Programs:
         Returns the cache, the logits `[R, V]` that follow the last token fed, and what was kept, `[R, C, bytes]`.
         """
         model = nnx.merge(self.graphdef, params)
-        column = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions, fed = starts[:, None] + column, column < counts[:, None]
         states = _states_of(cache, slots, starts)
-        out = self._feed(model, cache | states, tokens, positions, fed, table, min(self.audited, len(tokens)))
+        out = self._feed(
+            model, cache | states, tokens, positions, fed, table, min(self.config.audit_slots, len(tokens))
+        )
         # No lane that feeds nothing has a slot; past the end nothing is written.
-        slots = jnp.where(counts > 0, slots, self.slots)
+        slots = jnp.where(counts > 0, slots, self.config.slots)
         cache = out.cache | {
             name: jax.tree.map(lambda old, new: old.at[:, slots].set(new, mode="drop"), cache[name], state)
             for name, state in out.cache.items()
@@ -197,7 +191,7 @@ class Programs:
         def step(carry, _):
             cache, token, position, live = carry
             column, where, fed = token[:, None], position[:, None], live[:, None]
-            out = self._feed(model, cache, column, where, fed, state.table, self.audited)
+            out = self._feed(model, cache, column, where, fed, state.table, self.config.audit_slots)
             rows, audit = self._kept(out, column, where, fed)
             drawn = sample(model.logits(out.hidden[:, 0]), state.draws(position + 1), plain=plain)
             stop = jnp.any(drawn.tokens[:, None] == stops, axis=-1) | (position + 2 >= limit)
@@ -212,7 +206,7 @@ class Programs:
             return carry, kept
 
         carry = cache, state.ints[:, 0], state.ints[:, 1], state.ints[:, 3] > 0
-        (cache, *_), kept = jax.lax.scan(step, carry, length=self.chunk)
+        (cache, *_), kept = jax.lax.scan(step, carry, length=self.config.chunk)
         return cache, dataclasses.replace(kept, logprobs=jnp.moveaxis(kept.logprobs, 1, 0))
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -235,20 +229,23 @@ class Programs:
             chosen = jnp.take_along_axis(logprobs, jnp.maximum(following, 0)[:, None], axis=-1)[:, 0]
             return out.cache, jnp.where(fed, chosen, 0)
 
-        positions = state.ints[:, 1] + jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[:, None]
+        positions = state.ints[None, :, 1] + jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[:, None]
         cache, logprobs = jax.lax.scan(step, cache, (tokens.T[:-1], tokens.T[1:], positions))
         return cache, logprobs.T
 
     def layouts(self, params: nnx.State, words: int) -> tuple[PackedRows, PackedRows | None]:
-        """How rows and audited rows are packed, by shapes alone."""
-        state = Slots.empty(self.slots, 1, words)
+        """How rows and audited rows are packed, by shapes alone: the same for all weights of the model."""
+        if self._layouts is not None:
+            return self._layouts
+        state = Slots.empty(self.config.slots, 1, words)
         _, kept = jax.eval_shape(
             functools.partial(Programs.decode, self, plain=True),
             params,
             jax.eval_shape(self.init_cache),
             state,
         )
-        return kept.rows, kept.audit
+        self._layouts = kept.rows, kept.audit
+        return self._layouts
 
 
 def _states_of(cache: dict[str, Any], slots: jax.Array, starts: jax.Array) -> dict[str, Any]:

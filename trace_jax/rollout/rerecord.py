@@ -51,6 +51,7 @@ def rerecord(trajectories: Trajectories, spec: GuidanceSpec | None) -> Trajector
             row_hash=t.record.row_hash[rows],
             weight_version=t.record.weight_version[rows],
         ),
+        observed=None if t.observed is None else t.observed[rows],
         audit=t.audit,
         audit_layers=t.audit_layers,
         audit_rows=tuple(range(len(rows))),

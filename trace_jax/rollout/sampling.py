@@ -1,6 +1,7 @@
 """Sampling and the log-probs of the distribution that was sampled."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,24 +67,24 @@ class SamplingConfig:
 class Draws:
     """How the sequences of a batch are sampled, `[B]` each: fields as in `SamplingConfig`, and a PRNG key each.
 
-    `inverse_temperature` is 0 where the sequence is greedy.
+    `inverse_temperature` is float32, 0 where the sequence is greedy; `top_k` int32; `top_p` and `min_p` float32.
     """
 
-    inverse_temperature: Float[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
-    keys: Array
+    inverse_temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    keys: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One token per sequence, its log-prob where it was drawn, and under the model's own distribution."""
+    """One token per sequence, int32 `[B]`; its log-prob float32 where it was drawn, and by the model's own logits."""
 
-    tokens: Int[Array, " B"]
-    logprobs: Float[Array, " B"]
-    raw_logprobs: Float[Array, " B"]
+    tokens: Any
+    logprobs: Any
+    raw_logprobs: Any
 
 
 def scale_logits(logits: Float[Array, "*rows V"], temperature: float) -> Float[Array, "*rows V"]:

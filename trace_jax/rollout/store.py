@@ -55,6 +55,8 @@ def save_trajectories(path: str | Path, trajectories: Trajectories) -> None:
     """Writes all arrays of a rollout and what is static about them; the file appears only when it is complete."""
     t, path = trajectories, Path(path)
     arrays = {name: getattr(t, name) for name in _ARRAYS}
+    if t.observed is not None:
+        arrays["observed"] = t.observed
     arrays |= {f"record/{name}": getattr(t.record, name) for name in _RECORD}
     sites, audit = {}, {}
     for name, site in t.record.sites.items():
@@ -147,7 +149,7 @@ def _rebuild(arrays: dict[str, np.ndarray], static: Any) -> Trajectories:
             for name, format in static.audit.items()
         }
     trajectories = Trajectories(
-        **{name: arrays.pop(name, None) for name in _ARRAYS},
+        **{name: arrays.pop(name, None) for name in (*_ARRAYS, "observed")},
         record=GuidanceRecord(sites=sites, route_layers=static.route_layers, **part("record", _RECORD)),
         audit=audit,
         audit_rows=static.audit_rows,
@@ -182,6 +184,8 @@ def _check(t: Trajectories) -> None:
             raise RecordError(f"{name} is {_found(value)}, expected {np.dtype(dtype)}{list(shape)}.")
     if not ((t.prompt_length >= 0) & (t.prompt_length <= t.length) & (t.length <= s)).all():
         raise RecordError(f"prompt_length and length are not ordered within the {s} positions.")
+    if t.observed is not None and (t.observed.dtype != bool or t.observed.shape != (n, s)):
+        raise RecordError(f"observed is {_found(t.observed)}, expected bool{[n, s]}.")
     if not set(t.audit_rows) <= set(range(n)):
         raise RecordError(f"audit_rows {list(t.audit_rows)} lie outside the {n} sequences.")
 

@@ -13,7 +13,7 @@ from trace_jax.guidance import GuidanceRecord, PackedRows
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("tokens", "prompt_length", "length", "logprobs", "record", "audit"),
+    data_fields=("tokens", "prompt_length", "length", "logprobs", "record", "audit", "observed"),
     meta_fields=("audit_rows", "audit_layers"),
     drop_fields=("packed",),
 )
@@ -24,8 +24,9 @@ class Trajectories:
     Invariants:
         * `tokens` int32 `[N, S]`; `prompt_length`, `length` int32 `[N]`, `length` counts prompt and response.
         * `logprobs` float32 `[N, S]`: log-prob of token i given those before it, 0 where it was not sampled.
-        * Positions `prompt_length .. length-1` were sampled; positions `0 .. length-2` were fed to the model: the
-          last sampled token never is.
+        * Positions `prompt_length .. length-1` were sampled, but for those that `observed` bool `[N, S]` marks, which
+          an environment wrote between turns (None where there is one turn). Positions `0 .. length-2` were fed to the
+          model: the last sampled token never is.
         * `record` holds routes, row hashes and weight versions always, and sites when the method is guided.
         * `audit`: full codes of the sequences `audit_rows` by site, `[L, A, S, ...]`, or None; `audit_layers` maps a
           site to the layers of the model that these are, where not all have it.
@@ -44,6 +45,7 @@ class Trajectories:
         default=(), metadata={"static": True}
     )
     packed: PackedRows | None = None
+    observed: Any = None
 
     @property
     def positions(self) -> np.ndarray:
@@ -57,37 +59,12 @@ class Trajectories:
     @property
     def sampled(self) -> np.ndarray:
         """bool `[N, S]`: tokens that the policy produced."""
-        return (self.positions >= self.prompt_length[:, None]) & (self.positions < self.length[:, None])
+        inside = (self.positions >= self.prompt_length[:, None]) & (self.positions < self.length[:, None])
+        return inside if self.observed is None else inside & ~self.observed
 
     def response(self, n: int) -> list[int]:
-        """Sampled token ids of sequence n."""
+        """Token ids of sequence n after its prompt; with turns, observations included."""
         return self.tokens[n, self.prompt_length[n] : self.length[n]].tolist()
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
-
-
-def concatenate(parts: list[Trajectories]) -> Trajectories:
-    """Joins the waves of one rollout along the batch axis."""
-    if len(parts) == 1:
-        return parts[0]
-    record = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *[p.record.sites for p in parts])
-    offsets = np.cumsum([0] + [len(p) for p in parts[:-1]])
-    return Trajectories(
-        **{
-            name: np.concatenate([getattr(p, name) for p in parts])
-            for name in ("tokens", "prompt_length", "length", "logprobs")
-        },
-        record=dataclasses.replace(
-            parts[0].record,
-            sites=record,
-            routes=np.concatenate([p.record.routes for p in parts], axis=1),
-            row_hash=np.concatenate([p.record.row_hash for p in parts]),
-            weight_version=np.concatenate([p.record.weight_version for p in parts]),
-        ),
-        audit=None
-        if parts[0].audit is None
-        else jax.tree.map(lambda *x: np.concatenate(x, axis=1), *[p.audit for p in parts]),
-        audit_layers=parts[0].audit_layers,
-        audit_rows=tuple(int(o) + row for o, p in zip(offsets, parts, strict=True) for row in p.audit_rows),
-    )
