@@ -9,6 +9,8 @@ import numpy as np
 from flax import nnx
 
 from experiments.common import method_config
+from experiments.throughput import WHAT, ThroughputConfig
+from trace_jax.config import ConfigError
 from trace_jax.data import prompt_iterator
 from trace_jax.models import ModelConfig, create
 from trace_jax.models.transformer import parameter_count
@@ -30,11 +32,13 @@ class BenchConfig:
     """`pairs` timed pairs of each of `methods` with `baseline`; JSON and table go to `out`.
 
     `init_from` is the run folder of a warm start; None takes random weights. `targets` hold the largest allowed ratio
-    of a guided method, by benchmark.
+    of a guided method, by benchmark. `what` is for `bench_rollout`: `recording`, or what `throughput` configures.
     """
 
     out: str
     pairs: int
+    what: str = "recording"
+    throughput: ThroughputConfig = dataclasses.field(default_factory=ThroughputConfig)
     methods: tuple[str, ...]
     baseline: str
     targets: dict[str, float]
@@ -47,6 +51,8 @@ class BenchConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self):
+        if self.what not in (allowed := ("recording", *WHAT)):
+            raise ConfigError(f"what is {self.what!r}; expected one of {allowed}.")
         if self.pairs < 2:
             raise ValueError(f"pairs is {self.pairs}; expected at least 2, or there is no interval.")
         if self.rl.audit_sequences or self.rl.control_every:

@@ -1,11 +1,19 @@
-"""What recording guidance costs in the rollout: every method beside plain QAT's rollout, in interleaved pairs.
+"""What recording guidance costs in the rollout, and what the engine reaches at each precision.
 
     python -m experiments.bench_rollout
     python -m experiments.bench_rollout model=moe_30m rl.prompts=64 pairs=20
+    python -m experiments.bench_rollout what=decode model=qwen3_30b_a3b 'throughput.contexts=[8192]'
+    python -m experiments.bench_rollout what=lengths model=smollm2_moe
 
-Same weights, prompts and keys, so the same tokens; no stop tokens, so every sequence has full length; no audit. The
-time includes the record's way to the host.
+`what=recording`: every method beside plain QAT's rollout, in interleaved pairs. Same weights, prompts and keys, so the
+same tokens; no stop tokens, so every sequence has full length; no audit. The time includes the record's way to the
+host.
+
+`what=decode`: tokens a second over a full cache, at each precision's largest batch or at one batch for all
+(`throughput.batch`). `what=lengths`: continuous against static batches of responses of very different lengths.
 """
+
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -13,6 +21,7 @@ from omegaconf import DictConfig
 from experiments.bench import BenchConfig, Subject, default_config
 from experiments.common import CONFIGS, enable_compilation_cache, script
 from experiments.pairs import time_pairs, write_benchmark
+from experiments.throughput import measure
 from trace_jax.config import from_mapping
 
 
@@ -21,6 +30,9 @@ from trace_jax.config import from_mapping
 def main(config: DictConfig) -> None:
     bench = from_mapping(BenchConfig, config)
     enable_compilation_cache(bench.out)
+    if bench.what != "recording":
+        print(measure(bench.what, bench.throughput, bench.model, bench.seed, Path(bench.out)))
+        return
     baseline = Subject(bench, bench.baseline)
     rollouts = {method: Subject(bench, method) for method in bench.methods}
     targets = {method: bench.target(method, "rollout") for method in bench.methods}

@@ -173,7 +173,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--implementation {args.implementation}: expected one of {', '.join(sorted(QUANTIZE))}")
 
     with np.load(args.vectors) as file:
-        rows = compare(dict(file), args.implementation)
+        try:
+            rows = compare(dict(file), args.implementation)
+        except ValueError as error:
+            if "does not serve this" not in str(error):
+                raise
+            parser.error(str(error))
     for name in ("nvfp4", "mxfp4"):
         elements, count = fused_against_split(get_format(name), args.implementation)
         rows.append(Row(f"{name}/fused_rmsnorm/codes", elements, 0, count))

@@ -127,6 +127,32 @@ def test_the_layout_of_the_cache_changes_no_bit(attend, case, rng, format, layou
 
 
 @FORMATS
+@pytest.mark.parametrize("length", [2304, 4608])  # of FP4 kernels' shorter and longer chunks, several
+def test_pages_of_a_long_context(attend, rng, format, length):
+    """The layout changes no bit; a page that is missing is not attended to, whatever lies in its place."""
+    page, positions = 128, jnp.int32([[length - 1], [1300]])
+    k, v = rows(rng, 2, length, 1, DIM), rows(rng, 2, length, 1, DIM)
+    q, everywhere = rows(rng, 2, 1, 4, DIM), jnp.tile(jnp.arange(length, dtype=jnp.int32), (2, 1))
+    cache = append(init_cache(2, length, 1, DIM, format), k, v, everywhere, jnp.ones(everywhere.shape, bool))[
+        0
+    ]
+    table = rng.permutation(2 * length // page).astype(np.int32).reshape(2, -1)
+    pages = jax.tree.map(
+        lambda leaf: leaf.reshape(-1, page, *leaf.shape[2:])[np.argsort(table.ravel())], cache
+    )
+    out = attend(q, pages, positions, page_table=jnp.asarray(table))
+    np.testing.assert_array_equal(
+        np.asarray(out, np.float32), np.asarray(attend(q, cache, positions), np.float32)
+    )
+    missing = table.copy()
+    missing[0, [3, 9]] = missing[1, 0] = -1
+    mask = (np.arange(length)[None] <= np.asarray(positions)) & np.repeat(missing >= 0, page, axis=1)
+    out = attend(q, pages, positions, page_table=jnp.asarray(missing))
+    expected = dense(q, VALUES(cache.k), VALUES(cache.v), mask[:, None])
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.03, rtol=0.02)
+
+
+@FORMATS
 @OPTIONS
 def test_a_chunk_of_queries_agrees_with_a_dense_answer(attend, case, rng, format, window, sinks):
     """At any offset, and with padding; some pages are not mapped."""

@@ -11,6 +11,14 @@ from trace_jax.rollout.requests import Result
 from trace_jax.rollout.trajectories import Trajectories
 
 
+def blank_row(layout: PackedRows) -> np.ndarray:
+    """A row uint8 `[bytes]` of a token that was never fed."""
+    # The first leaf is the routes, whose largest value says that there are none; all else is 0.
+    blank = np.zeros(layout.data.shape[-1], np.uint8)
+    blank[layout.fields[0].bytes] = 0xFF
+    return blank
+
+
 def collate(
     results: Sequence[Result],
     layout: PackedRows,
@@ -27,7 +35,7 @@ def collate(
         layout, audit_layout: `Engine.layout` and `Engine.audit_layout`.
         model: whose layers the record is of.
         length: S, tokens of the longest sequence at least.
-        rows: uint8 `[N, S, bytes]` into which the requests had their rows put (`Request.rows`); by default they are
+        rows: uint8 `[N, S, bytes]` that the requests had their rows put into (`Request.rows`); by default they are
             copied to a new array.
 
     Raises:
@@ -44,20 +52,17 @@ def collate(
         if len(r.tokens) > length:
             raise ValueError(f"sequence {r.id} has {len(r.tokens)} tokens; expected at most {length}.")
     shape = (len(results), length)
-    # The first leaf is the routes, whose largest value marks a row that was never fed; all else is 0 there.
-    blank = np.zeros(layout.data.shape[-1], np.uint8)
-    blank[layout.fields[0].bytes] = 0xFF
     if rows is None:
+        blank = blank_row(layout)
         rows = np.empty((*shape, blank.size), np.uint8)
         for n, r in enumerate(results):
-            rows[n, : len(r.rows)] = r.rows
+            rows[n, : len(r.rows)], rows[n, len(r.rows) :] = r.rows, blank
     tokens, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     versions, sampled = np.full(shape, -1, np.int32), np.zeros(shape, bool)
     for n, r in enumerate(results):
         count = len(r.tokens)
         tokens[n, :count], logprobs[n, :count], sampled[n, :count] = r.tokens, r.logprobs, r.sampled
         versions[n, : count - 1] = r.versions
-        rows[n, count - 1 :] = blank
     packed = dataclasses.replace(layout, data=rows)
     (routes, groups), row_hash = unpack_rows(rows, packed)
     audited = tuple(n for n, r in enumerate(results) if r.audit is not None)

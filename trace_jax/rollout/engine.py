@@ -12,6 +12,7 @@ from flax import nnx
 
 from trace_jax.guidance import PackedRows
 from trace_jax.quant import arranged_for_kernels
+from trace_jax.rollout.collate import blank_row
 from trace_jax.rollout.collector import Collector, Placed
 from trace_jax.rollout.host_memory import HostMemory
 from trace_jax.rollout.metrics import Meter
@@ -215,7 +216,13 @@ class Engine:
         if heir is not None:
             self._share_rows(sequence, [heir], heir.fed)
         self._ending += 1
-        self._collector.then(self._finished.put, sequence)
+        self._collector.then(self._complete, sequence)
+
+    def _complete(self, sequence: Sequence) -> None:
+        """All rows of a sequence are in place. Those of a caller get the blank ones that follow, while work goes on."""
+        if sequence.request.rows is not None and sequence.rows is not None:
+            sequence.rows[len(sequence.result().rows) :] = blank_row(self.layout)
+        self._finished.put(sequence)
 
     # -- work ----------------------------------------------------------------------------------------------------
 
@@ -379,6 +386,22 @@ class Engine:
             self.meter.sampled += 1
             self._look_for_strings(sequence, sequence.count - 1)
             self._leave_if_done(sequence)
+
+    def skip_prefill(self, fill: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Takes prefills as done over what `fill` makes of the cache, their rows as they happen to be.
+
+        For measuring: decoding over long contexts needs them in the cache, not computed.
+        """
+        self._cache = fill(self._cache)
+        self._scheduler.admit()
+        for job in list(self._scheduler.jobs):
+            for sequence in job.sequences:
+                sequence.version = self._version
+            job.leader.feed(job.leader.target)
+            self._scheduler.fed(job)
+            for sequence in job.sequences:
+                sequence.fed = sequence.recorded = job.leader.fed
+                sequence.draw(np.zeros(1, np.int32), np.zeros((2, 1), np.float32))
 
     # -- decode --------------------------------------------------------------------------------------------------
 

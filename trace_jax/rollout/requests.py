@@ -28,7 +28,8 @@ class Request:
         turns: the sequence waits after its response for `Engine.extend` or `Engine.end`.
         max_length: tokens of a sequence of turns at most; by default what prompt and one response may have.
         audit: for each response, whether the full codes of its rows are kept; none by default.
-        rows: where the rows of each response are put, uint8 `[max_length, Engine.row_bytes]`; by default new memory.
+        rows: where the rows of each response are put, uint8 `[S, Engine.row_bytes]`, those past its end blank; by
+            default new memory.
     """
 
     prompt: Any

@@ -1,0 +1,243 @@
+"""What `experiments.bench_rollout` measures of the engine beside recording: `what=decode` and `what=lengths`.
+
+Weights are random; the cache is filled with random entries in the place of a prefill.
+"""
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trace_jax.config import ConfigError, check_range
+from trace_jax.models import ModelConfig, abstract
+from trace_jax.quant import QuantPlan
+from trace_jax.rollout import Engine, EngineConfig, Programs, Request, SamplingConfig, random_rollout_weights
+from trace_jax.rollout.capacity import cache_bytes, free_bytes, nbytes
+from trace_jax.runs import describe_environment
+
+PLANS = {
+    "bf16": None,
+    "weights": QuantPlan(kv=False),
+    "kv": QuantPlan(experts=False),
+    "nvfp4": QuantPlan(),
+    "mxfp4": QuantPlan(format="mxfp4"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThroughputConfig:
+    """`precisions` of `PLANS`: `weights` and `kv` are NVFP4 of these alone. `steps` are decoded after `context` tokens.
+
+    `batch` 0 takes as many sequences as the device has room for, each with its own pages. `lengths`: sequences of the
+    long-tailed distribution, whose median is `median` new tokens.
+    """
+
+    precisions: tuple[str, ...] = ("bf16", "weights", "kv", "nvfp4")
+    contexts: tuple[int, ...] = (8192, 16384, 1024)
+    batch: int = 0
+    steps: int = 128
+    chunk: int = 16
+    page_size: int = 128
+    lengths: int = 1024
+    slots: int = 128
+    median: int = 128
+
+    def __post_init__(self):
+        unknown = sorted(set(self.precisions) - set(PLANS))
+        if unknown:
+            raise ConfigError(f"throughput.precisions has {unknown}; expected some of {sorted(PLANS)}.")
+        counts = ("steps", "chunk", "page_size", "lengths", "slots", "median")
+        check_range("throughput", self, *counts, at_least=1)
+        check_range("throughput", self, "batch", at_least=0)
+
+
+def decode_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iterator[dict[str, Any]]:
+    """One row of the table for each precision and context: tokens a second of decoding, the batch, and memory."""
+    device = jax.local_devices()[0]
+    for precision in config.precisions:
+        plan = PLANS[precision]
+        holder = [random_rollout_weights(model, plan, jax.random.key(seed))]
+        weights = nbytes(holder[0])
+        for context in config.contexts:
+            length = context + config.steps + 1
+            pages_each = -(-length // config.page_size)
+            kv_format = plan.fp4 if plan is not None and plan.kv else None
+            page, slot = cache_bytes(model, kv_format, config.page_size)
+            batch = config.batch or _largest_batch(free_bytes(device), pages_each * page + slot, precision)
+            engine_config = EngineConfig(
+                slots=batch,
+                max_length=length,
+                page_size=config.page_size,
+                pages=batch * pages_each,
+                chunk=config.chunk,
+                buckets=(config.page_size,),
+                host_bytes=2**62,
+            )
+            programs = Programs(abstract(model)[0], model, engine_config, plan=plan)
+            with Engine(programs) as engine:
+                engine.sync(holder[0], 0)
+                row = _decode(engine, context, config, seed)
+            stats = device.memory_stats() or {}
+            yield {
+                "precision": precision,
+                "context": context,
+                "batch": batch,
+                **row,
+                "weights GB": round(weights / 1e9, 2),
+                "cache GB": round(batch * (pages_each * page + slot) / 1e9, 2),
+                "peak GB": round(stats.get("peak_bytes_in_use", 0) / 1e9, 2),
+                "read GB a step": round(
+                    (weights + batch * (context // config.page_size * page + slot)) / 1e9, 2
+                ),
+            }
+        del holder
+
+
+def _largest_batch(free: int, each: int, precision: str) -> int:
+    if free < each:
+        raise ConfigError(
+            f"{precision} leaves {free} bytes for the cache, one sequence takes {each}; lower throughput.contexts, or "
+            "use a smaller model."
+        )
+    return free // each
+
+
+def _decode(engine: Engine, context: int, config: ThroughputConfig, seed: int) -> dict[str, Any]:
+    """Decodes `steps` tokens of every slot over a full cache, after a first chunk that is not timed."""
+    rng, vocab = np.random.default_rng(seed), engine.model.vocab_size
+    sampling = SamplingConfig(max_new_tokens=config.steps + 1)
+    for n in range(engine.config.slots):
+        engine.submit(Request(prompt=rng.integers(0, vocab, context), sampling=sampling, seeds=(n,)))
+    engine.skip_prefill(lambda cache: random_cache(cache, seed))
+    engine.step()
+    engine.meter.reset()
+    start = time.perf_counter()
+    for _ in engine.run():
+        pass
+    seconds = time.perf_counter() - start
+    sampled, m = engine.meter.sampled, engine.meter.metrics()
+    return {
+        "tokens/s": round(sampled / seconds, 1),
+        "ms a step": round(1e3 * seconds * engine.config.slots / sampled, 3),
+        "decode share": round(m["engine/decode_share"], 3),
+    }
+
+
+def length_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iterator[dict[str, Any]]:
+    """Continuous against static batches on lengths with a long tail: log-normal, at most 16 times the median.
+
+    Static: as many sequences as slots begin together, and the next ones when all of them have ended. The engine is the
+    same, and so are the requests.
+    """
+    rng = np.random.default_rng(seed)
+    spread = np.exp(rng.standard_normal(config.lengths))
+    new = np.clip(np.round(config.median * spread), 1, 16 * config.median).astype(int)
+    prompts = [rng.integers(0, model.vocab_size, config.page_size) for _ in range(config.lengths)]
+    length = config.page_size + 16 * config.median
+    for precision in config.precisions:
+        plan = PLANS[precision]
+        weights = random_rollout_weights(model, plan, jax.random.key(seed))
+        engine_config = EngineConfig(
+            slots=config.slots,
+            max_length=length,
+            page_size=config.page_size,
+            pages=config.slots * -(-length // config.page_size),
+            chunk=config.chunk,
+            buckets=(config.page_size,),
+            host_bytes=2**62,
+        )
+        programs = Programs(abstract(model)[0], model, engine_config, plan=plan)
+        requests = [
+            Request(prompt=prompt, sampling=SamplingConfig(max_new_tokens=int(n)), seeds=(i,))
+            for i, (prompt, n) in enumerate(zip(prompts, new, strict=True))
+        ]
+        times = {}
+        for name, size in (
+            ("warm-up", config.slots),
+            ("continuous", config.lengths),
+            ("static", config.slots),
+        ):
+            with Engine(programs) as engine:
+                engine.sync(weights, 0)
+                chosen = requests[: config.slots] if name == "warm-up" else requests
+                start = time.perf_counter()
+                for first in range(0, len(chosen), size):
+                    for _ in engine.run(chosen[first : first + size]):
+                        pass
+                times[name] = time.perf_counter() - start
+                occupancy = engine.meter.metrics()["engine/slot_occupancy"]
+            if name != "warm-up":
+                yield {
+                    "precision": precision,
+                    "batching": name,
+                    "tokens/s": round(new.sum() / times[name], 1),
+                    "seconds": round(times[name], 2),
+                    "slot occupancy": round(occupancy, 3),
+                    "over static": round(times["static"] / times["continuous"], 3)
+                    if name == "static"
+                    else "",
+                }
+
+
+def random_cache(cache: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The cache with random entries: codes, scales around one, or BF16 numbers."""
+
+    def fill(path, leaf, key):
+        name = str(path[-1])
+        if leaf.dtype == jnp.uint32:
+            return jax.random.bits(key, leaf.shape, jnp.uint32)
+        if "scales" in name:
+            return jnp.full(leaf.shape, 0x38, jnp.uint8)  # 1 in E4M3, 2^-71 in E8M0
+        if leaf.dtype == jnp.uint8:
+            return jnp.full(leaf.shape, 127, jnp.uint8)
+        return jax.random.normal(key, leaf.shape, jnp.float32).astype(leaf.dtype)
+
+    flat, tree = jax.tree_util.tree_flatten_with_path(cache)
+    keys = jax.random.split(jax.random.key(seed), len(flat))
+
+    filled = []
+    for (path, leaf), key in zip(flat, keys, strict=True):
+        per_layer = jax.jit(
+            lambda leaf, key, path=path: jax.lax.map(
+                lambda k: fill(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), k),
+                jax.random.split(key, leaf.shape[0]),
+            ),
+            donate_argnums=0,
+        )
+        filled.append(per_layer(leaf, key))
+    return jax.tree.unflatten(tree, filled)
+
+
+WHAT = {"decode": decode_rows, "lengths": length_rows}
+
+
+def measure(what: str, config: ThroughputConfig, model: ModelConfig, seed: int, out: Path) -> str:
+    """Writes `<out>/bench_rollout_<what>.json` and `.md`, row by row; returns the Markdown."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "-m", "experiments.bench_rollout", *sys.argv[1:]])
+    environment, rows = describe_environment(), []
+    for row in WHAT[what](config, model, seed):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        report = {"command": command, "environment": environment, "rows": rows}
+        (out / f"bench_rollout_{what}.json").write_text(json.dumps(report, indent=1) + "\n")
+        devices, packages = environment["devices"], environment["packages"]
+        where = f"`{command}` on {devices['count']} x {devices['kind']}, JAX {packages['jax']}."
+        text = f"{table(rows)}\n\n{where}\n"
+        (out / f"bench_rollout_{what}.md").write_text(text)
+    return text
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])
