@@ -9,7 +9,7 @@ from trace_jax.rollout.requests import Request, RequestError, Result
 from trace_jax.rollout.sampler import Prompt, RolloutConfig, Sampler
 from trace_jax.rollout.sampling import SamplingConfig, scale_logits, token_logprobs
 from trace_jax.rollout.store import load_trajectories, save_trajectories
-from trace_jax.rollout.trajectories import Trajectories
+from trace_jax.rollout.trajectories import Trajectories, concatenate
 
 __all__ = [
     "Engine",
@@ -24,6 +24,7 @@ __all__ = [
     "SamplingConfig",
     "Trajectories",
     "collate",
+    "concatenate",
     "load_trajectories",
     "random_rollout_weights",
     "save_trajectories",

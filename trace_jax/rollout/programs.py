@@ -12,6 +12,7 @@ from flax import nnx
 from kernels_pallas.formats import Fp4Format
 from trace_jax.guidance import GuidanceSpec, LayerRows, PackedRows, pack_rows, row_hash
 from trace_jax.models import ModelConfig, init_cache, lay_out
+from trace_jax.models.transformer import ForwardOutput
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.engine_config import EngineConfig
 from trace_jax.rollout.sampling import MAX_STOP_TOKENS, Draws, Sampled, sample
@@ -73,6 +74,30 @@ class Decoded:
     audit: PackedRows | None
 
 
+def kept_rows(
+    model: ModelConfig, record: GuidanceSpec | None, out: ForwardOutput, tokens, positions, fed
+) -> tuple[PackedRows, PackedRows | None]:
+    """What leaves the device of rows `[B, T]`: routes, hash and record of each, and the audited ones' full codes."""
+    dtype = np.uint8 if model.num_experts < 255 else np.uint16
+    routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(dtype).max)
+    hashes = jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0))
+    guided = None
+    if record is not None:
+        guided = {group[0]: _recorded(model, record, group, out.guided[group[0]]) for group in record.groups}
+    rows = pack_rows((routes.astype(dtype), guided), hashes)
+    return rows, None if out.every is None else pack_rows(out.every, None)
+
+
+def _recorded(
+    model: ModelConfig, record: GuidanceSpec, group: tuple[str, ...], captured: LayerRows
+) -> LayerRows:
+    """The record's layers, of the captured ones: those that have every site of the group."""
+    having = set.intersection(*(set(model.site_layers(site)) for site in group))
+    assert captured.data.shape[0] == len(having), (group, captured.data.shape, having)
+    places = [sorted(having).index(layer) for layer in record.layers_of(group[0])]
+    return dataclasses.replace(captured, data=captured.data[np.asarray(places)])
+
+
 class Programs:
     """Compiled for one model, precision and set of static shapes; `compilations` counts all of them."""
 
@@ -94,7 +119,6 @@ class Programs:
             )
         self.graphdef, self.model, self.config, self.plan, self.record = graphdef, model, config, plan, record
         self._layouts: tuple[PackedRows, PackedRows | None] | None = None
-        self._route_dtype = np.uint8 if model.num_experts < 255 else np.uint16
 
     @property
     def compilations(self) -> int:
@@ -138,21 +162,7 @@ class Programs:
         return dataclasses.replace(out, cache=lay_out(out.cache, paged=True))
 
     def _kept(self, out, tokens, positions, fed) -> tuple[PackedRows, PackedRows | None]:
-        """What leaves the device: each row's routes, hash and record, and the audited rows' full codes."""
-        routes = jnp.where(fed[None, :, :, None], out.routes, np.iinfo(self._route_dtype).max)
-        hashes = jnp.where(fed, row_hash(tokens, positions), jnp.uint32(0))
-        guided = None
-        if self.record is not None:
-            guided = {group[0]: self._recorded(group, out.guided[group[0]]) for group in self.record.groups}
-        rows = pack_rows((routes.astype(self._route_dtype), guided), hashes)
-        return rows, None if out.every is None else pack_rows(out.every, None)
-
-    def _recorded(self, group: tuple[str, ...], captured: LayerRows) -> LayerRows:
-        """The record's layers, of the captured ones: those that have every site of the group."""
-        having = set.intersection(*(set(self.model.site_layers(site)) for site in group))
-        assert captured.data.shape[0] == len(having), (group, captured.data.shape, having)
-        places = [sorted(having).index(layer) for layer in self.record.layers_of(group[0])]
-        return dataclasses.replace(captured, data=captured.data[np.asarray(places)])
+        return kept_rows(self.model, self.record, out, tokens, positions, fed)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def prefill(self, params, cache, tokens, starts, counts, slots, table):

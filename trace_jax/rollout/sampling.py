@@ -52,6 +52,16 @@ class SamplingConfig:
         """Whether tokens are left out of the distribution."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        return self.temperature == 1 and not self.truncated
+
+    @property
+    def inverse_temperature(self) -> float:
+        """What logits are multiplied by; 0 says greedy."""
+        return 1 / self.temperature if self.temperature else 0.0
+
     def check_for_training(self) -> None:
         """Raises ConfigError for settings whose log-probs the trainer cannot reproduce."""
         if self.temperature == 0 or self.truncated:

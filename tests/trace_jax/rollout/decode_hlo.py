@@ -79,8 +79,9 @@ def gpu_device():
 
 
 def compiled(platform: str) -> tuple[str, int]:
-    """The optimised HLO of `Programs.decode`, and the bytes of the smallest packed array of a layer."""
+    """The optimised HLO of `Sampler._decode`, and the bytes of the smallest packed array of a layer."""
     import jax
+    import jax.numpy as jnp
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
@@ -90,35 +91,43 @@ def compiled(platform: str) -> tuple[str, int]:
     from trace_jax.guidance import GuidanceSpec
     from trace_jax.models import ModelConfig, abstract
     from trace_jax.quant import QuantPlan, arranged_for_kernels, rollout_weights
-    from trace_jax.rollout import Programs, RolloutConfig
-    from trace_jax.rollout.programs import Slots
+    from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
 
     device = gpu_device() if platform == "gpu" else None  # before anything is traced
     model, plan = ModelConfig(**MODEL), QuantPlan()
     graphdef, masters = abstract(model)
-    rollout = RolloutConfig(num_prompts=PROMPTS, group_size=GROUP, prompt_length=PROMPT_LENGTH, chunk=CHUNK)
-    config = rollout.engine(PROMPT_LENGTH + NEW_TOKENS)
-    programs = Programs(graphdef, model, config, plan=plan, record=GuidanceSpec(layers=(2, 3)))
+    sampler = Sampler(
+        graphdef,
+        model,
+        RolloutConfig(num_prompts=PROMPTS, group_size=GROUP, prompt_length=PROMPT_LENGTH, chunk=CHUNK),
+        SamplingConfig(max_new_tokens=NEW_TOKENS, stop_tokens=(2,)),
+        plan=plan,
+        record=GuidanceSpec(layers=(2, 3)),
+    )
+    tokens = jax.ShapeDtypeStruct((PROMPTS, PROMPT_LENGTH), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((PROMPTS,), jnp.int32)
     params = jax.eval_shape(
         lambda masters: arranged_for_kernels(rollout_weights(masters, plan, model.dtype)), masters
     )
-    cache = jax.eval_shape(programs.init_cache)
-    state = Slots.empty(config.slots, config.pages_per_sequence, 2)
+    state = jax.eval_shape(sampler._prefill, params, tokens, lengths)[0]
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), PROMPTS * GROUP))
     if platform == "here":
-        lowered = Programs.decode.trace(programs, params, cache, state, plain=True).lower()
+        lowered = Sampler._decode.trace(sampler, params, state, keys).lower()
     else:
         device = device or topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
         place = SingleDeviceSharding(device)
         arguments = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (params, cache, state)
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (params, state, keys)
         )
         with contextlib.nullcontext() if platform == "gpu" else target(Target(generation=5)):
-            traced = Programs.decode.trace(programs, *arguments, plain=True)
+            traced = Sampler._decode.trace(sampler, *arguments)
             lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
     kinds = (Fp4Array, TiledFp4Array)
-    leaves = jax.tree.leaves((params, cache), is_leaf=lambda a: isinstance(a, kinds))
+    leaves = jax.tree.leaves((params, state.cache), is_leaf=lambda a: isinstance(a, kinds))
     packed = [a for a in leaves if isinstance(a, kinds)]
-    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [cache["attention"].k.row_exponent]
+    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [
+        state.cache["attention"].k.row_exponent
+    ]
     least = min(a.size * a.dtype.itemsize // MODEL["num_layers"] for a in arrays)
     return lowered.compile().as_text(), least
 
