@@ -1,10 +1,9 @@
 """Rows on their way from the device to the sequences they belong to."""
 
 import collections
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,9 +19,8 @@ def to_host(arrays: Any) -> Any:
     return jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("pinned_host")), arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class Placed:
-    """Where rows belong: `count` of `source`'s, of lane or slot `index`, to `target[start:]`."""
+class Placed(NamedTuple):
+    """Where rows belong: `count` of lane or slot `index` to `target[start:]`."""
 
     index: int
     count: int

@@ -20,6 +20,7 @@ from trace_jax.rollout.programs import Programs, Slots, copy_pages, copy_states
 from trace_jax.rollout.requests import Request, RequestError, Result, key_words
 from trace_jax.rollout.scheduler import Job, Scheduler
 from trace_jax.rollout.sequences import Sequence, State
+from trace_jax.rollout.slot_table import SlotTable
 
 DecodeText = Callable[[list[int]], str]
 """Text of token ids: what stop strings are looked for in."""
@@ -42,8 +43,9 @@ class Engine:
         self.meter = Meter()
         self._words = len(key_words((0,))[0])
         self._memory, self._collector = HostMemory(), Collector()
+        self._table = SlotTable(self.config, self._words)
         self._scheduler = Scheduler(
-            self.config, keeps_slot=bool(self.model.layers_of("delta")), take=self._memory.take
+            self.config, self._table, keeps_slot=bool(self.model.layers_of("delta")), take=self._memory.take
         )
         self._weights: dict[int, nnx.State] = {}
         self._cache: dict[str, Any] | None = None
@@ -80,7 +82,7 @@ class Engine:
             self._weights[version] = arranged_for_kernels(params)
             if self._cache is None:
                 self.layout, self.audit_layout = self.programs.layouts(self._weights[version], self._words)
-                self._cache = jax.jit(self.programs.init_cache)()
+                self._cache = self.programs.init_cache()
                 jax.block_until_ready(self._cache)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -96,6 +98,7 @@ class Engine:
             for sequence in self._scheduler.sequences.values():
                 if sequence.version is not None:
                     sequence.version = version
+            self._table.version[:] = version
         self._drop_weights()
 
     def _drop_weights(self) -> None:
@@ -407,39 +410,46 @@ class Engine:
 
     def _decode(self) -> bool:
         """One chunk of every sequence in a slot, of each version in turn. Whether there was any."""
-        running = list(self._scheduler.running())
-        for version in sorted({sequence.version for sequence in running}):
-            self._decode_version(version, [s for s in running if s.version == version])
-        return bool(running)
+        versions = np.unique(self._table.version[self._table.running])
+        for version in versions.tolist():
+            self._decode_version(version)
+        return bool(versions.size)
 
-    def _decode_version(self, version: int, sequences: list[Sequence]) -> None:
-        c = self.config
-        state = Slots.empty(c.slots, c.pages_per_sequence, self._words)
-        for sequence in sequences:
-            sequence.fill(state, sequence.slot)
+    def _decode_version(self, version: int) -> None:
+        table = self._table
+        live = np.flatnonzero(table.take_part(version))
         with self.meter.phase("decode"):
             self._cache, kept = self.programs.decode(
-                self._weights[version], self._cache, state, plain=_plain(sequences)
+                self._weights[version],
+                self._cache,
+                table.slots,
+                plain=_plain(self._scheduler.slots[i] for i in live),
             )
             # The few bytes that say how to go on first: copies leave the device in order.
             for array in (kept.tokens, kept.logprobs):
                 array.copy_to_host_async()
             tokens, logprobs = np.asarray(kept.tokens), np.asarray(kept.logprobs)
         with self.meter.phase("schedule"):
+            step = table.advance(tokens, logprobs, version)
+            sequences = [self._scheduler.slots[slot] for slot in step.slots]
             placed, audited = [], []
-            for sequence in sequences:
-                slot, before = sequence.slot, sequence.count
-                n = int((tokens[:, slot] >= 0).sum())
-                placed.append(Placed(slot, n, sequence.rows, sequence.fed))
+            for sequence, slot, start, n in zip(
+                sequences, step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True
+            ):
+                sequence.advance(n)
+                placed.append(Placed(slot, n, sequence.rows, start))
                 if sequence.audited:
-                    audited.append(Placed(slot, n, sequence.audit, sequence.fed))
-                sequence.feed(sequence.fed + n)
-                sequence.draw(tokens[:n, slot], logprobs[:, :n, slot])
-                self.meter.sampled += n
-                self._look_for_strings(sequence, before)
+                    audited.append(Placed(slot, n, sequence.audit, start))
+            self.meter.sampled += int(step.counts.sum())
             self._keep(kept.rows, kept.audit, placed, audited, by_step=True)
-            for sequence in sequences:
-                self._leave_if_done(sequence)
+            for finish, slots in zip(("stop", "length"), table.ended(step.slots), strict=True):
+                for slot in slots:
+                    self._scheduler.slots[slot].finish = finish
+            for sequence, n in zip(sequences, step.counts.tolist(), strict=True):
+                if sequence.request.sampling.stop_strings:
+                    self._look_for_strings(sequence, sequence.count - n)
+                if sequence.finish is not None:
+                    self._leave_if_done(sequence)
 
     def _look_for_strings(self, sequence: Sequence, before: int) -> None:
         """Cuts what follows the token that completes a stop string, of what was drawn since `before` tokens.
@@ -477,7 +487,7 @@ class Engine:
 
 def _plain(sequences: Iterable[Sequence]) -> bool:
     """Whether all are sampled from the model's own distribution."""
-    return all(s.request.sampling.temperature == 1 and not s.request.sampling.truncated for s in sequences)
+    return all(s.request.sampling.plain for s in sequences)
 
 
 def _padded(values: list[int], width: int, fill: int) -> np.ndarray:

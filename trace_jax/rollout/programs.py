@@ -137,6 +137,7 @@ class Programs:
     def kv_format(self) -> Fp4Format | None:
         return self.plan.fp4 if self.plan is not None and self.plan.kv else None
 
+    @functools.partial(jax.jit, static_argnums=0)
     def init_cache(self) -> dict[str, Any]:
         """Pages for what grows with the tokens, a row per slot for what does not."""
         c = self.config

@@ -10,6 +10,7 @@ from trace_jax.rollout.engine_config import EngineConfig
 from trace_jax.rollout.pages import PagePool
 from trace_jax.rollout.requests import RequestError
 from trace_jax.rollout.sequences import Sequence, State
+from trace_jax.rollout.slot_table import SlotTable
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,13 +44,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, *, keeps_slot: bool, take: Callable[[tuple[int, ...]], np.ndarray]
+        self,
+        config: EngineConfig,
+        table: SlotTable,
+        *,
+        keeps_slot: bool,
+        take: Callable[[tuple[int, ...]], np.ndarray],
     ):
-        """`keeps_slot`: a sequence has state in its slot, so it is fed there, and keeps it between turns.
+        """`table` gets to know who runs; `take` gives memory for rows.
 
-        `take` gives memory for rows.
+        `keeps_slot`: a sequence has state in its slot, so it is fed there, and keeps it between turns.
         """
-        self.config, self.keeps_slot, self._take = config, keeps_slot, take
+        self.config, self.table, self.keeps_slot, self._take = config, table, keeps_slot, take
         self.pool = PagePool(config.pages)
         self.waiting: collections.deque[list[Sequence]] = collections.deque()
         self.jobs: list[Job] = []
@@ -129,7 +135,7 @@ class Scheduler:
         if taken is None:
             return None
         leader.pages += taken[:pages]
-        sequences = group[:most]
+        sequences, free = group[:most], self._free()
         for sequence in sequences:
             sequence.state = State.PREFILL
             if sequence.started == 0:
@@ -137,17 +143,15 @@ class Scheduler:
                 sequence.begin(self._started, self._take)
                 self.host_bytes += sequence.nbytes
             if self.keeps_slot and sequence.slot is None:
-                self._give_slot(sequence)
+                self._give_slot(sequence, free)
         return Job(sequences, taken[pages:])
 
     def _with_slots(self, group: list[Sequence]) -> int:
         """How many of a group, from the first on, have slots or could be given some."""
-        given: set[int] = set()
+        free = self._free()
         for n, sequence in enumerate(group):
-            free = [i for i in self._slots_for(sequence) if i not in given]
-            if sequence.slot is None and not free:
+            if sequence.slot is None and _choose(sequence, free) is None:
                 return n
-            given |= set(free[:1] if sequence.slot is None else [])
         return len(group)
 
     def _paused(self, other: Sequence) -> list[Sequence]:
@@ -193,42 +197,43 @@ class Scheduler:
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
-    def _slots_for(self, sequence: Sequence) -> list[int]:
-        """Free slots that serve a sequence, the best one first."""
-        free = [i for i, taken in enumerate(self.slots) if taken is None]
+    def _free(self) -> tuple[list[int], list[int]]:
+        """Free slots, the next one last: those whose codes can be kept, and the others."""
         audit = self.config.audit_slots
-        if sequence.audited:
-            return [i for i in free if i < audit]
-        return sorted(free, key=lambda i: i < audit)
+        free = [i for i in range(len(self.slots) - 1, -1, -1) if self.slots[i] is None]
+        return [i for i in free if i < audit], [i for i in free if i >= audit]
 
-    def _give_slot(self, sequence: Sequence) -> None:
-        sequence.slot = self._slots_for(sequence)[0]
-        self.slots[sequence.slot] = sequence
+    def _give_slot(self, sequence: Sequence, free: tuple[list[int], list[int]]) -> bool:
+        """Whether there is one for it."""
+        slot = _choose(sequence, free)
+        if slot is not None:
+            sequence.slot, self.slots[slot] = slot, sequence
+        return slot is not None
 
     def place(self) -> None:
         """Gives ready sequences slots."""
-        for sequence in list(self.ready):
-            if sequence.slot is None:
-                if not self._slots_for(sequence):
-                    continue
-                self._give_slot(sequence)
-            self.ready.remove(sequence)
+        free, waiting = self._free(), collections.deque()
+        for sequence in self.ready:
+            if sequence.slot is None and not self._give_slot(sequence, free):
+                waiting.append(sequence)
+                continue
             sequence.state = State.RUNNING
+            self.table.enter(sequence)
+        self.ready = waiting
 
     def running(self) -> Iterator[Sequence]:
         return (s for s in self.slots if s is not None and s.state is State.RUNNING)
 
     def reserve(self) -> None:
         """Pages for the next chunk of all that run, oldest first; the youngest give theirs where there are too few."""
-        for sequence in sorted(self.running(), key=lambda s: s.started):
-            if sequence.state is not State.RUNNING:
-                continue  # its pages were taken
-            last = min(sequence.fed + self.config.chunk, sequence.limit - 1)
-            needed = -(-last // self.config.page_size) - len(sequence.pages)
-            while needed > 0 and sequence.state is State.RUNNING:
-                taken = self.pool.take(needed)
+        needed = self.table.needed()
+        slots = np.flatnonzero(needed)
+        for slot in slots[np.argsort(self.table.started[slots])]:
+            sequence = self.slots[slot]
+            while sequence is not None and sequence.state is State.RUNNING:  # else its pages were taken
+                taken = self.pool.take(int(needed[slot]))
                 if taken is not None:
-                    sequence.pages += taken
+                    self.table.give(sequence, taken)
                     break
                 self.preempt(self._youngest(sequence))
 
@@ -254,6 +259,8 @@ class Scheduler:
         """Between turns a sequence keeps its pages, and its slot if it has state there."""
         if sequence.state is State.READY:  # its first token was its last
             self.ready.remove(sequence)
+        if sequence.state is State.RUNNING:
+            self.table.leave(sequence)
         if sequence.slot is not None and not self.keeps_slot:
             self.slots[sequence.slot], sequence.slot = None, None
         sequence.state = State.PAUSED
@@ -290,6 +297,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is State.READY:
             self.ready.remove(sequence)
+        if sequence.state is State.RUNNING:
+            self.table.leave(sequence)
         if sequence.slot is not None:
             self.slots[sequence.slot], sequence.slot = None, None
         self.pool.release(sequence.pages)
@@ -308,3 +317,11 @@ class Scheduler:
         for i, sequence in enumerate(self.slots):
             assert sequence is None or sequence.slot == i
         assert np.all([s.slot is None or self.slots[s.slot] is s for s in self.sequences.values()])
+
+
+def _choose(sequence: Sequence, free: tuple[list[int], list[int]]) -> int | None:
+    """Takes a slot that serves a sequence from those that are free."""
+    audit, others = free
+    if sequence.audited:
+        return audit.pop() if audit else None
+    return others.pop() if others else audit.pop() if audit else None

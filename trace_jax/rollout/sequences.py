@@ -29,7 +29,8 @@ class Sequence:
         * `count` tokens are known; the cache holds the rows of the first `fed`, on the device in `pages`.
         * Rows of the first `recorded` tokens are, or are about to be, in `rows`; `versions` are theirs.
         * Until it is admitted it holds no more memory than its prompt takes.
-        * While it decodes `fed` is `count` - 1: its last token was drawn and is fed next.
+        * While it decodes `fed` is `count` - 1: its last token was drawn and is fed next. Its arrays then are rows of
+          a `SlotTable`.
     """
 
     id: int
@@ -81,11 +82,12 @@ class Sequence:
     def begin(self, order: int, take: Callable[[tuple[int, ...]], np.ndarray]) -> None:
         """It is admitted, as number `order`, and gets memory for all tokens that it may have from `take`."""
         self.started = order
-        more = self.length - self.count
-        self.tokens = np.pad(self.tokens, (0, more))
-        self.sampled = np.pad(self.sampled, (0, more))
-        self.logprobs = np.pad(self.logprobs, ((0, 0), (0, more)))
-        self.versions = np.pad(self.versions, (0, more), constant_values=-1)
+        prompt, length = self.tokens, self.length
+        self.tokens = np.zeros(length, np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.sampled = np.zeros(length, bool)
+        self.logprobs = np.zeros((2, length), np.float32)
+        self.versions = np.full(length, -1, np.int32)
         given = self.request.rows
         self.rows = take((self.length, self.row_bytes)) if given is None else given[self.index]
         if self.audit_bytes:
@@ -121,11 +123,16 @@ class Sequence:
         slots.ints[at, :5] = self.tokens[self.count - 1], self.count - 1, self.limit, live, sampling.top_k
         slots.ints[at, 5:] = -1
         slots.ints[at, 5 : 5 + len(sampling.stop_tokens)] = sampling.stop_tokens
-        inverse = 0 if sampling.temperature == 0 else 1 / sampling.temperature
-        slots.floats[at] = inverse, sampling.top_p, sampling.min_p
+        slots.floats[at] = sampling.inverse_temperature, sampling.top_p, sampling.min_p
         slots.keys[at] = self.key
         slots.table[at] = -1
         slots.table[at, : len(self.pages)] = self.pages
+
+    def advance(self, tokens: int) -> None:
+        """Decoding has fed, and drawn, so many tokens: they are in its arrays already."""
+        self.count += tokens
+        self.fed = self.count - 1
+        self.recorded = max(self.recorded, self.fed)
 
     def feed(self, upto: int) -> None:
         """Tokens up to `upto` are fed by weights of `version`."""

@@ -1,0 +1,105 @@
+"""The sequences that decode, as arrays by slot: what a chunk did to hundreds of them is worked out at once."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+from trace_jax.rollout.engine_config import EngineConfig
+from trace_jax.rollout.programs import Slots
+from trace_jax.rollout.sequences import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Advance:
+    """What a chunk brought: the slots that took part, int `[M]`, the tokens that each fed first and how many it fed."""
+
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+
+class SlotTable:
+    """While a sequence runs its tokens, log-probs and versions are rows of these arrays.
+
+    `slots` is what programs take. Invariant: `slots.ints[:, :3]` of a running sequence are its last token, that token's
+    position and its limit, so that the number of its tokens is that position and one.
+    """
+
+    def __init__(self, config: EngineConfig, words: int):
+        n, length = config.slots, config.max_length
+        self.config = config
+        self.slots = Slots.empty(n, config.pages_per_sequence, words)
+        self.tokens = np.zeros((n, length), np.int32)
+        self.sampled = np.zeros((n, length), bool)
+        self.logprobs = np.zeros((2, n, length), np.float32)
+        self.versions = np.zeros((n, length), np.int32)
+        self.running = np.zeros(n, bool)
+        self.version = np.zeros(n, np.int64)
+        self.pages = np.zeros(n, np.int64)
+        self.started = np.zeros(n, np.int64)
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence begins to run in its slot."""
+        at, length = sequence.slot, sequence.length
+        for name in ("tokens", "sampled", "versions"):
+            row = getattr(self, name)[at, :length]
+            row[:] = getattr(sequence, name)
+            setattr(sequence, name, row)
+        self.logprobs[:, at, :length] = sequence.logprobs
+        sequence.logprobs = self.logprobs[:, at, :length]
+        sequence.fill(self.slots, at)
+        self.running[at], self.version[at], self.started[at] = True, sequence.version, sequence.started
+        self.pages[at] = len(sequence.pages)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It runs no more: its arrays are its own again."""
+        at = sequence.slot
+        for name in ("tokens", "sampled", "versions", "logprobs"):
+            setattr(sequence, name, getattr(sequence, name).copy())
+        self.running[at], self.slots.ints[at, 3] = False, 0
+        self.slots.table[at] = -1
+
+    def give(self, sequence: Sequence, pages: list[int]) -> None:
+        """A running sequence has got more pages."""
+        at = sequence.slot
+        sequence.pages += pages
+        self.slots.table[at, : len(sequence.pages)] = sequence.pages
+        self.pages[at] = len(sequence.pages)
+
+    def needed(self) -> Int32[np.ndarray, " N"]:
+        """Pages that each slot lacks for its next chunk."""
+        ints, c = self.slots.ints, self.config
+        last = np.minimum(ints[:, 1] + c.chunk, ints[:, 2] - 1)
+        return np.where(self.running, np.maximum(-(-last // c.page_size) - self.pages, 0), 0).astype(np.int32)
+
+    def take_part(self, version: int) -> Bool[np.ndarray, " N"]:
+        """Marks for the next program whose sequences run under a version."""
+        live = self.running & (self.version == version)
+        self.slots.ints[:, 3] = live
+        return live
+
+    def advance(
+        self, tokens: Int32[np.ndarray, "chunk N"], logprobs: Float32[np.ndarray, "2 chunk N"], version: int
+    ) -> Advance:
+        """Takes over what a program drew."""
+        ints = self.slots.ints
+        drew = tokens >= 0
+        step, slot = np.nonzero(drew)
+        fed = ints[slot, 1] + step
+        self.versions[slot, fed] = version
+        self.tokens[slot, fed + 1] = tokens[step, slot]
+        self.sampled[slot, fed + 1] = True
+        self.logprobs[:, slot, fed + 1] = logprobs[:, step, slot]
+        counts = drew.sum(axis=0)
+        took = np.flatnonzero(counts)
+        starts = ints[took, 1].copy()
+        ints[took, 1] += counts[took].astype(np.int32)
+        ints[took, 0] = self.tokens[took, ints[took, 1]]
+        return Advance(took, starts, counts[took])
+
+    def ended(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of `slots`, those whose last token is a stop token, and those whose response has its full length."""
+        ints = self.slots.ints[slots]
+        stop = (ints[:, :1] == ints[:, 5:]).any(axis=1)
+        return slots[stop], slots[~stop & (ints[:, 1] + 1 >= ints[:, 2])]
