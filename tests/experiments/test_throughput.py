@@ -1,0 +1,58 @@
+"""What bench_rollout measures of the engine, at a size for a CPU: every row is there, and counts what was decoded."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.throughput import ThroughputConfig, decode_rows, length_rows, random_cache, table
+from tests.trace_jax import small
+from trace_jax.config import ConfigError
+from trace_jax.models import init_cache
+from trace_jax.quant import QuantPlan
+
+CONFIG = ThroughputConfig(
+    precisions=("bf16", "nvfp4"),
+    contexts=(32,),
+    batch=3,
+    steps=8,
+    chunk=4,
+    page_size=32,
+    lengths=9,
+    slots=3,
+    median=4,
+)
+
+
+def test_decoding_over_a_full_cache():
+    rows = list(decode_rows(CONFIG, small.MODEL, seed=0))
+    assert [(row["precision"], row["context"], row["batch"]) for row in rows] == [
+        ("bf16", 32, 3),
+        ("nvfp4", 32, 3),
+    ]
+    assert all(row["tokens/s"] > 0 and row["ms a step"] > 0 for row in rows)
+    assert rows[0]["cache GB"] >= rows[1]["cache GB"]
+    assert len(table(rows).splitlines()) == 4
+
+
+def test_continuous_and_static_batches_of_the_same_requests():
+    rows = list(length_rows(CONFIG, small.MODEL, seed=0))
+    assert [row["batching"] for row in rows] == ["continuous", "static"] * 2
+    assert all(0 < row["slot occupancy"] <= 1 for row in rows)
+    assert rows[0]["slot occupancy"] > rows[1]["slot occupancy"]
+
+
+@pytest.mark.parametrize("kv_format", [None, QuantPlan().fp4], ids=["bf16", "nvfp4"])
+def test_a_random_cache_has_numbers_everywhere(kv_format):
+    cache = random_cache(init_cache(small.MODEL, 2, 32, kv_format, pages=4), 0)
+    for leaf in jax.tree.leaves(cache):
+        leaf = np.asarray(leaf)
+        assert (leaf != 0).mean() > 0.9 and (
+            leaf.dtype.kind == "u" or np.isfinite(leaf.astype(np.float32)).all()
+        )
+
+
+def test_refuses():
+    with pytest.raises(ConfigError, match=r"throughput\.precisions has \['fp3'\]; expected some of"):
+        ThroughputConfig(precisions=("fp3",))
+    with pytest.raises(ConfigError, match=r"does not say how much memory it has; set engine\.pages"):
+        list(decode_rows(ThroughputConfig(precisions=("bf16",)), small.MODEL, seed=0))

@@ -1,0 +1,66 @@
+"""The engine and the sampler are two ways to the same trajectories, to the bit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.trace_jax import small
+from trace_jax.rollout import Engine, EngineConfig, Programs, Request, collate
+
+KEYS = np.asarray(jax.random.key_data(small.keys_for(small.PROMPTS)))
+
+
+def by_engine(name: str, slots: int, page_size: int):
+    """The rollout of a method by an engine of so many slots."""
+    chosen, (graphdef, params) = small.method(name), small.masters()
+    plan, length = chosen.rollout_plan(), small.ROLLOUT.prompt_length + small.SAMPLING.max_new_tokens
+    config = EngineConfig(
+        slots=slots,
+        max_length=length,
+        page_size=page_size,
+        pages=slots * -(-length // page_size),
+        chunk=small.ROLLOUT.chunk,
+        buckets=(small.ROLLOUT.prompt_length,),
+        prefill_tokens=3 * small.ROLLOUT.prompt_length,
+        audit_slots=slots if plan else 0,
+    )
+    programs = Programs(graphdef, small.MODEL, config, plan=plan, record=chosen.record_spec(small.MODEL))
+    with Engine(programs) as engine:
+        engine.sync(small.sync(params, plan, small.MODEL.dtype), 3)
+        rows = np.full((len(KEYS), length, engine.row_bytes), 0xAA, np.uint8)
+        for i, prompt in enumerate(small.PROMPTS):
+            group = slice(i * small.GROUP, (i + 1) * small.GROUP)
+            audit = (plan is not None,) * small.GROUP
+            request = Request(
+                prompt=prompt,
+                sampling=small.SAMPLING,
+                seeds=KEYS[group],
+                audit=audit,
+                rows=tuple(rows[group]),
+            )
+            engine.submit(request)
+        results = sorted(engine.run(), key=lambda result: result.id)
+        return collate(results, engine.layout, engine.audit_layout, small.MODEL, length=length, rows=rows)
+
+
+def fed_only(t):
+    """Codes and bits of padding are whatever a program made of it."""
+    sites, audit = jax.tree.map(lambda leaf: leaf[:, t.fed], (t.record.sites, t.audit))
+    return dataclasses.replace(t, record=dataclasses.replace(t.record, sites=sites), audit=audit)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("trace_all_sites", 32), ("trace_all_sites", 8), ("bf16", 32)]
+)
+def test_give_the_same_trajectories(name, page_size):
+    mine, expected = by_engine(name, 6, page_size), small.rollout(name)
+    assert small.equal_trees(fed_only(mine), fed_only(expected))
+
+
+def test_fewer_slots_change_no_more_than_the_shape_of_a_batch_does():
+    """Products of other shapes sum in another order: hashes and prompts are the same."""
+    mine = by_engine("trace_all_sites", 3, 32)
+    assert np.array_equal(mine.record.row_hash != 0, mine.fed) and mine.audit_rows == tuple(range(len(mine)))
+    assert np.array_equal(mine.prompt_length, small.rollout("trace_all_sites").prompt_length)
