@@ -65,7 +65,16 @@ def test_documented_options_are_accepted(script, options):
 
 
 def test_every_script_is_documented():
-    modules = {"__init__", "bench", "common", "kernel_cases", "kernel_list", "pairs", "prefill_cases", "throughput"}
+    modules = {
+        "__init__",
+        "bench",
+        "common",
+        "kernel_cases",
+        "kernel_list",
+        "pairs",
+        "prefill_cases",
+        "throughput",
+    }
     scripts = {p.stem for p in (ROOT / "experiments").glob("*.py")} - modules
     assert scripts == set(re.findall(r"`python -m experiments\.(\w+)", DOCUMENTS["README.md"]))
 
