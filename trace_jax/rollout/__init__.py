@@ -3,6 +3,7 @@
 from trace_jax.rollout.collate import collate
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.engine_config import EngineConfig
+from trace_jax.rollout.environment import Environment, Episode, Step, run_episodes
 from trace_jax.rollout.programs import Programs
 from trace_jax.rollout.random_weights import random_rollout_weights
 from trace_jax.rollout.requests import Request, RequestError, Result
@@ -14,6 +15,8 @@ from trace_jax.rollout.trajectories import Trajectories, concatenate
 __all__ = [
     "Engine",
     "EngineConfig",
+    "Environment",
+    "Episode",
     "Programs",
     "Prompt",
     "Request",
@@ -22,11 +25,13 @@ __all__ = [
     "RolloutConfig",
     "Sampler",
     "SamplingConfig",
+    "Step",
     "Trajectories",
     "collate",
     "concatenate",
     "load_trajectories",
     "random_rollout_weights",
+    "run_episodes",
     "save_trajectories",
     "scale_logits",
     "token_logprobs",
