@@ -1,16 +1,18 @@
 """Compiles a decode chunk of a small FP4 model for a TPU or GPU that is not there: prints what is as large as a layer.
 
-    python -m tests.trace_jax.rollout.decode_hlo tpu|gpu|here
+    python -m tests.trace_jax.rollout.decode_hlo tpu|gpu|here [--engine]
 
-`here` is this machine's own accelerator. Prints JSON: `least`, the bytes of the smallest packed array of one layer,
-experts or cache; `kernels`, how often the decode loop calls each; `large`, every instruction that leaves an array of at
-least `least` bytes (operation and shape), but for what names, groups or passes on other arrays, and for kernels that
-write the cache in place; apart those outside all loops. Needs a process of its own, and libtpu (`pip install .[tpu]`)
-or jax-triton, triton and the plugin of JAX for CUDA, which compiles without a driver.
+Of the sampler, or of the engine, whose cache is paged. `here` is this machine's own accelerator. Prints JSON: `least`, the
+bytes of the smallest packed array of one layer, experts or cache; `kernels`, how often the decode loop calls each;
+`large`, every instruction that leaves an array of at least `least` bytes (operation and shape), but for what names,
+groups or passes on other arrays, and for kernels that write the cache in place; apart those outside all loops. Needs a
+process of its own, and libtpu (`pip install .[tpu]`) or jax-triton, triton and the plugin of JAX for CUDA, which
+compiles without a driver.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -33,7 +35,7 @@ MODEL = {
     "expert_hidden_size": 384,
 }
 DATA = Path(__file__).resolve().parents[2] / "data"
-PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS, CHUNK = 4, 2, 768, 23808, 4
+PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS, CHUNK, PAGE = 4, 2, 768, 23808, 4, 128
 PASSED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 
@@ -78,8 +80,8 @@ def gpu_device():
     ).devices[0]
 
 
-def compiled(platform: str) -> tuple[str, int]:
-    """The optimised HLO of `Sampler._decode`, and the bytes of the smallest packed array of a layer."""
+def compiled(platform: str, engine: bool) -> tuple[str, int]:
+    """The optimised HLO of a decode chunk, and the bytes of the smallest packed array of a layer."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -91,43 +93,54 @@ def compiled(platform: str) -> tuple[str, int]:
     from trace_jax.guidance import GuidanceSpec
     from trace_jax.models import ModelConfig, abstract
     from trace_jax.quant import QuantPlan, arranged_for_kernels, rollout_weights
-    from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig
+    from trace_jax.rollout import EngineConfig, Programs, RolloutConfig, Sampler, SamplingConfig
+    from trace_jax.rollout.programs import Slots
 
     device = gpu_device() if platform == "gpu" else None  # before anything is traced
     model, plan = ModelConfig(**MODEL), QuantPlan()
     graphdef, masters = abstract(model)
-    sampler = Sampler(
-        graphdef,
-        model,
-        RolloutConfig(num_prompts=PROMPTS, group_size=GROUP, prompt_length=PROMPT_LENGTH, chunk=CHUNK),
-        SamplingConfig(max_new_tokens=NEW_TOKENS, stop_tokens=(2,)),
-        plan=plan,
-        record=GuidanceSpec(layers=(2, 3)),
-    )
-    tokens = jax.ShapeDtypeStruct((PROMPTS, PROMPT_LENGTH), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((PROMPTS,), jnp.int32)
+    record, length = GuidanceSpec(layers=(2, 3)), PROMPT_LENGTH + NEW_TOKENS
     params = jax.eval_shape(
         lambda masters: arranged_for_kernels(rollout_weights(masters, plan, model.dtype)), masters
     )
-    state = jax.eval_shape(sampler._prefill, params, tokens, lengths)[0]
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), PROMPTS * GROUP))
+    if engine:
+        config = EngineConfig(
+            slots=PROMPTS * GROUP,
+            max_length=length,
+            pages=PROMPTS * GROUP * (length // PAGE),
+            page_size=PAGE,
+            chunk=CHUNK,
+        )
+        programs = Programs(graphdef, model, config, plan=plan, record=record)
+        cache = jax.eval_shape(programs.init_cache)
+        decode = functools.partial(Programs.decode.trace, programs, plain=True)
+        inputs = params, cache, Slots.empty(config.slots, config.pages_per_sequence, 2)
+    else:
+        sampler = Sampler(
+            graphdef,
+            model,
+            RolloutConfig(num_prompts=PROMPTS, group_size=GROUP, prompt_length=PROMPT_LENGTH, chunk=CHUNK),
+            SamplingConfig(max_new_tokens=NEW_TOKENS, stop_tokens=(2,)),
+            plan=plan,
+            record=record,
+        )
+        tokens = jax.ShapeDtypeStruct((PROMPTS, PROMPT_LENGTH), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((PROMPTS,), jnp.int32)
+        state = jax.eval_shape(sampler._prefill, params, tokens, lengths)[0]
+        cache, decode = state.cache, functools.partial(Sampler._decode.trace, sampler)
+        inputs = params, state, jax.eval_shape(lambda: jax.random.split(jax.random.key(0), PROMPTS * GROUP))
     if platform == "here":
-        lowered = Sampler._decode.trace(sampler, params, state, keys).lower()
+        lowered = decode(*inputs).lower()
     else:
         device = device or topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
         place = SingleDeviceSharding(device)
-        arguments = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (params, state, keys)
-        )
+        inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), inputs)
         with contextlib.nullcontext() if platform == "gpu" else target(Target(generation=5)):
-            traced = Sampler._decode.trace(sampler, *arguments)
-            lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
+            lowered = decode(*inputs).lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
     kinds = (Fp4Array, TiledFp4Array)
-    leaves = jax.tree.leaves((params, state.cache), is_leaf=lambda a: isinstance(a, kinds))
+    leaves = jax.tree.leaves((params, cache), is_leaf=lambda a: isinstance(a, kinds))
     packed = [a for a in leaves if isinstance(a, kinds)]
-    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [
-        state.cache["attention"].k.row_exponent
-    ]
+    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [cache["attention"].k.row_exponent]
     least = min(a.size * a.dtype.itemsize // MODEL["num_layers"] for a in arrays)
     return lowered.compile().as_text(), least
 
@@ -154,10 +167,12 @@ def report(hlo: str, least: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platform", choices=("tpu", "gpu", "here"))
-    platform = parser.parse_args().platform
+    parser.add_argument("--engine", action="store_true")
+    arguments = parser.parse_args()
+    platform = arguments.platform
     if platform != "here":
         os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    print(json.dumps(report(*compiled(platform))))
+    print(json.dumps(report(*compiled(platform, arguments.engine))))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 
 from tests.trace_jax.rollout import decode_hlo
 
+ENGINE = pytest.mark.parametrize("options", [(), ("--engine",)], ids=["sampler", "engine"])
 REPOSITORY = Path(__file__).resolve().parents[3]
 GPU_COMPILERS = REPOSITORY / ".compilers" / "gpu"
 # A loop over layers that slices, copies and prefetches, as XLA writes it; what fusions hold inside does not count.
@@ -42,9 +43,9 @@ def test_the_report_names_what_is_large():
     assert decode_hlo.report(COPYING, 256)["large"][1].startswith("copy-start u8[4,8,2,4]")
 
 
-def run(platform: str, **environment: str) -> dict:
+def run(platform: str, *options: str, **environment: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.trace_jax.rollout.decode_hlo", platform],
+        [sys.executable, "-m", "tests.trace_jax.rollout.decode_hlo", platform, *options],
         cwd=REPOSITORY,
         env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
@@ -60,8 +61,9 @@ def run(platform: str, **environment: str) -> dict:
     importlib.util.find_spec("libtpu") is None,
     reason="compiling for TPUs needs libtpu: pip install .[tpu]",
 )
-def test_a_decode_step_on_a_tpu_copies_no_layer_of_weights_or_cache():
-    found = run("tpu")
+@ENGINE
+def test_a_decode_step_on_a_tpu_copies_no_layer_of_weights_or_cache(options):
+    found = run("tpu", *options)
     # One loop over all layers. Norm, quantization and low bits of the expert input come from one kernel, those of keys
     # and values from theirs; the input of the down projection is not recorded.
     assert found["kernels"] == {
@@ -83,9 +85,10 @@ def test_a_decode_step_on_a_tpu_copies_no_layer_of_weights_or_cache():
     not GPU_COMPILERS.is_dir() or importlib.util.find_spec("triton") is None,
     reason="compiling for GPUs needs JAX's plugin for CUDA: make test-all installs it",
 )
-def test_a_decode_step_on_a_gpu_copies_no_packed_layer():
+@ENGINE
+def test_a_decode_step_on_a_gpu_copies_no_packed_layer(options):
     path = os.pathsep.join(filter(None, [str(GPU_COMPILERS), os.environ.get("PYTHONPATH")]))
-    found = run("gpu", PYTHONPATH=path)
+    found = run("gpu", *options, PYTHONPATH=path)
     # Keys and values with their bits, attention and the join of its parts, the expert input with norm and bits, the
     # down projection's input, two grouped matmuls, and four of the attention's projections.
     assert found["kernels"] == {"triton": 11}
