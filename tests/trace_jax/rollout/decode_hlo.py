@@ -2,8 +2,8 @@
 
     python -m tests.trace_jax.rollout.decode_hlo tpu|gpu|here [--engine]
 
-Of the sampler, or of the engine, whose cache is paged. `here` is this machine's own accelerator. Prints JSON: `least`, the
-bytes of the smallest packed array of one layer, experts or cache; `kernels`, how often the decode loop calls each;
+Of the sampler, or of the engine, whose cache is paged. `here` is this machine's own accelerator. Prints JSON: `least`,
+the bytes of the smallest packed array of one layer, experts or cache; `kernels`, how often the decode loop calls each;
 `large`, every instruction that leaves an array of at least `least` bytes (operation and shape), but for what names,
 groups or passes on other arrays, and for kernels that write the cache in place; apart those outside all loops. Needs a
 process of its own, and libtpu (`pip install .[tpu]`) or jax-triton, triton and the plugin of JAX for CUDA, which
