@@ -11,6 +11,7 @@ host.
 
 `what=decode`: tokens a second over a full cache, at each precision's largest batch or at one batch for all
 (`throughput.batch`). `what=lengths`: continuous against static batches of responses of very different lengths.
+`what=record`: recording long responses in the engine beside not recording them.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What `experiments.bench_rollout` measures of the engine beside recording: `what=decode` and `what=lengths`.
+"""What `experiments.bench_rollout` measures of the engine: `what=decode`, `what=lengths` and `what=record`.
 
-Weights are random; the cache is filled with random entries in the place of a prefill.
+Weights are random; for `decode` the cache is filled with random entries in the place of a prefill.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.common import method_config
 from trace_jax.config import ConfigError, check_range
 from trace_jax.models import ModelConfig, abstract
 from trace_jax.quant import QuantPlan
@@ -37,7 +38,8 @@ class ThroughputConfig:
     """`precisions` of `PLANS`: `weights` and `kv` are NVFP4 of these alone. `steps` are decoded after `context` tokens.
 
     `batch` 0 takes as many sequences as the device has room for, each with its own pages. `lengths`: sequences of the
-    long-tailed distribution, whose median is `median` new tokens.
+    long-tailed distribution, whose median is `median` new tokens. `response`: tokens of each of `slots` sequences that
+    are recorded by `methods`, or not.
     """
 
     precisions: tuple[str, ...] = ("bf16", "weights", "kv", "nvfp4")
@@ -49,12 +51,15 @@ class ThroughputConfig:
     lengths: int = 1024
     slots: int = 128
     median: int = 128
+    methods: tuple[str, ...] = ("trace", "trace_all_layers", "trace_all_sites")
+    response: int = 4096
+    rounds: int = 2
 
     def __post_init__(self):
         unknown = sorted(set(self.precisions) - set(PLANS))
         if unknown:
             raise ConfigError(f"throughput.precisions has {unknown}; expected some of {sorted(PLANS)}.")
-        counts = ("steps", "chunk", "page_size", "lengths", "slots", "median")
+        counts = ("steps", "chunk", "page_size", "lengths", "slots", "median", "response", "rounds")
         check_range("throughput", self, *counts, at_least=1)
         check_range("throughput", self, "batch", at_least=0)
 
@@ -187,6 +192,59 @@ def length_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iter
                 }
 
 
+def record_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iterator[dict[str, Any]]:
+    """Tokens a second with a record beside the same rollout without, in turns, and the record's bytes a token."""
+    length = config.page_size + config.response
+    chosen = {name: method_config(name) for name in config.methods}
+    plan = next(iter(chosen.values())).rollout_plan()
+    weights = random_rollout_weights(model, plan, jax.random.key(seed))
+    engine_config = EngineConfig(
+        slots=config.slots,
+        max_length=length,
+        page_size=config.page_size,
+        pages=config.slots * -(-length // config.page_size),
+        chunk=config.chunk,
+        buckets=(config.page_size,),
+        host_bytes=2**62,
+    )
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(0, model.vocab_size, (config.slots, config.page_size))
+
+    def requests(new: int) -> list[Request]:
+        sampling = SamplingConfig(max_new_tokens=new)
+        return [Request(prompt=prompt, sampling=sampling, seeds=(n,)) for n, prompt in enumerate(prompts)]
+
+    specs = {"none": None} | {name: method.record_spec(model) for name, method in chosen.items()}
+    programs = {
+        name: Programs(abstract(model)[0], model, engine_config, plan=plan, record=spec)
+        for name, spec in specs.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in specs}
+    row_bytes = {}
+    for number in range(-1, config.rounds):
+        for name in specs:
+            with Engine(programs[name]) as engine:
+                engine.sync(weights, 0)
+                row_bytes[name] = engine.row_bytes
+                start = time.perf_counter()
+                for _ in engine.run(requests(config.response if number >= 0 else 2 * config.chunk)):
+                    pass
+                if number >= 0:
+                    seconds[name].append(time.perf_counter() - start)
+    tokens = config.slots * config.response
+    for name in specs:
+        mean = float(np.mean(seconds[name]))
+        yield {
+            "record": name,
+            "tokens/s": round(tokens / mean, 1),
+            "of none": round(float(np.mean(seconds["none"])) / mean, 4),
+            "bytes a token": row_bytes[name] - row_bytes["none"],
+            "routes and hash, bytes": row_bytes["none"],
+            "slots": config.slots,
+            "response": config.response,
+        }
+
+
 def random_cache(cache: dict[str, Any], seed: int) -> dict[str, Any]:
     """The cache with random entries: codes, scales around one, or BF16 numbers."""
 
@@ -216,7 +274,7 @@ def random_cache(cache: dict[str, Any], seed: int) -> dict[str, Any]:
     return jax.tree.unflatten(tree, filled)
 
 
-WHAT = {"decode": decode_rows, "lengths": length_rows}
+WHAT = {"decode": decode_rows, "lengths": length_rows, "record": record_rows}
 
 
 def measure(what: str, config: ThroughputConfig, model: ModelConfig, seed: int, out: Path) -> str:

@@ -1,10 +1,21 @@
 """What bench_rollout measures of the engine, at a size for a CPU: every row is there, and counts what was decoded."""
 
+import dataclasses
+
+import hydra
 import jax
 import numpy as np
 import pytest
 
-from experiments.throughput import ThroughputConfig, decode_rows, length_rows, random_cache, table
+from experiments.common import CONFIGS
+from experiments.throughput import (
+    ThroughputConfig,
+    decode_rows,
+    length_rows,
+    random_cache,
+    record_rows,
+    table,
+)
 from tests.trace_jax import small
 from trace_jax.config import ConfigError
 from trace_jax.models import init_cache
@@ -39,6 +50,16 @@ def test_continuous_and_static_batches_of_the_same_requests():
     assert [row["batching"] for row in rows] == ["continuous", "static"] * 2
     assert all(0 < row["slot occupancy"] <= 1 for row in rows)
     assert rows[0]["slot occupancy"] > rows[1]["slot occupancy"]
+
+
+def test_recording_in_the_engine():
+    config = dataclasses.replace(CONFIG, methods=("trace", "trace_all_layers"), response=9, rounds=1)
+    with hydra.initialize_config_dir(CONFIGS, version_base="1.3"):
+        rows = list(record_rows(config, small.MODEL, seed=0))
+    assert [row["record"] for row in rows] == ["none", "trace", "trace_all_layers"]
+    assert rows[0]["bytes a token"] == 0 < rows[1]["bytes a token"] < rows[2]["bytes a token"]
+    # A bit a value, a byte a block of 16 and a byte a row: of the expert input, and of two heads of keys and of values.
+    assert rows[2]["bytes a token"] == 3 * (64 // 8 + 64 // 16 + 1 + 2 * 2 * (32 // 8 + 32 // 16 + 1))
 
 
 @pytest.mark.parametrize("kv_format", [None, QuantPlan().fp4], ids=["bf16", "nvfp4"])
