@@ -117,7 +117,7 @@ def raises():
         ({"reset": lambda: ""}, "the prompt is empty"),
         ({"reset": lambda: "a" * 60}, "max_length is 48, but the prompt alone has 60 tokens"),
     ],
-    ids=str,
+    ids=["reset raises", "step raises", "text", "nan", "no tokens", "no text", "empty", "long"],
 )
 def test_a_failure_is_its_own_episodes(how, why):
     with start() as engine:
