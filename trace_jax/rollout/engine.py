@@ -54,6 +54,7 @@ class Engine:
         self._finished: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._turns: collections.deque[Result] = collections.deque()
         self._ending = 0
+        self._stalled = False
 
     def __enter__(self) -> "Engine":
         return self
@@ -165,6 +166,7 @@ class Engine:
                 f"{c.host_bytes}; raise it, or shorten the request."
             )
         self._next_id += len(sequences)
+        self._stalled = False
         self._scheduler.submit(sequences)
         return [sequence.id for sequence in sequences]
 
@@ -200,6 +202,7 @@ class Engine:
                 f"response within its {sequence.length}; end it, or raise max_length."
             )
         sequence.observe(tokens)
+        self._stalled = False
         self._scheduler.resume(sequence)
 
     def end(self, id: int) -> None:
@@ -219,6 +222,7 @@ class Engine:
         if heir is not None:
             self._share_rows(sequence, [heir], heir.fed)
         self._ending += 1
+        self._stalled = False
         self._collector.then(self._complete, sequence)
 
     def _complete(self, sequence: Sequence) -> None:
@@ -231,9 +235,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do; sequences between turns wait for `extend` or `end`."""
+        """Whether `step` has anything to do.
+
+        Sequences between turns wait for `extend` or `end`, and so do requests for which these hold too much memory.
+        """
         s = self._scheduler
-        return bool(s.waiting or s.jobs or s.ready or self._ending or self._turns or any(s.running()))
+        waiting = s.waiting and not self._stalled
+        return bool(waiting or s.jobs or s.ready or self._ending or self._turns or any(s.running()))
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Result]:
         """Submits requests, then yields results until nothing is left to do."""
@@ -261,6 +269,7 @@ class Engine:
             scheduler.reserve()
             self.meter.preemptions += scheduler.preemptions - before
         worked = self._decode()
+        self._stalled = bool(scheduler.waiting) and not (worked or scheduler.jobs or self._ending)
         self.meter.occupancy(scheduler)
         return self._take_results(wait=not worked)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -227,6 +228,29 @@ def test_cancelling_wherever_a_sequence_is():
     assert result.finish == "cancelled" and len(result.rows) == len(result.tokens) - 1 > 2
     engine._scheduler.check()
     assert engine._scheduler.pool.free == CONFIG.pages and not engine.busy
+
+
+def test_requests_wait_for_the_memory_that_sequences_between_turns_hold():
+    engine = start(dataclasses.replace(CONFIG, host_bytes=1200))
+    (first,) = engine.submit(request([1], new=3, turns=True, max_length=40))
+    engine.submit(request([2], new=30))
+    (turn,) = engine.run()
+    assert turn.id == first and turn.finish is None and not engine.busy
+    engine.end(first)
+    assert engine.busy and {r.finish for r in engine.run()} == {"ended", "length"}
+
+
+def test_a_device_without_room_says_what_to_lower(monkeypatch):
+    def full(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9GiB.")
+
+    monkeypatch.setattr(Programs, "init_cache", full)
+    engine = Engine(programs())
+    monkeypatch.setattr(engine.programs, "layouts", lambda params, words: (None, None))
+    with pytest.raises(
+        MemoryError, match=r"48 pages of 8 positions. Lower engine.pages .*trying to allocate 9GiB"
+    ):
+        engine.sync(weights(0), 0)
 
 
 def test_metrics_and_trace(tmp_path):
