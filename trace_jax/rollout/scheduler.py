@@ -122,9 +122,9 @@ class Scheduler:
         tail = leader.target % c.page_size > 0
         running = sum(1 for _ in self.running())
         if not (running or self.jobs or self.ready):
-            # Only what waits between turns can hold pages then, and nobody knows for how long.
-            while self.pool.free < pages and (paused := self._paused(leader)):
-                self.preempt(max(paused, key=lambda s: s.started))
+            # Only what waits, between turns or to be fed another, holds pages then, and nobody knows for how long.
+            while self.pool.free < pages and (holders := self._holders(leader)):
+                self.preempt(max(holders, key=lambda s: s.started))
         # What runs will need pages soon: without these it would take them back at once.
         spare = self.pool.free - pages - running
         if spare < 0 and (running or self.jobs or self.ready):
@@ -154,10 +154,10 @@ class Scheduler:
                 return n
         return len(group)
 
-    def _paused(self, other: Sequence) -> list[Sequence]:
-        """Sequences between turns that hold pages."""
-        found = self.sequences.values()
-        return [s for s in found if s.state is State.PAUSED and s.pages and s is not other]
+    def _holders(self, other: Sequence) -> list[Sequence]:
+        """Sequences whose pages can be taken."""
+        lasting = (State.PREFILL, State.DONE)
+        return [s for s in self.sequences.values() if s.pages and s.state not in lasting and s is not other]
 
     def call(self) -> tuple[int, list[tuple[int, Job]]]:
         """The next prefill call: its bucket, and its lanes with their jobs, those of one bucket, oldest first."""
@@ -238,20 +238,15 @@ class Scheduler:
                 self.preempt(self._youngest(sequence))
 
     def _youngest(self, needing: Sequence) -> Sequence:
-        holders = [
-            s
-            for s in self.sequences.values()
-            if s.pages and s.state in (State.RUNNING, State.READY, State.PAUSED)
-        ]
-        return max([*holders, needing], key=lambda s: s.started)
+        return max([*self._holders(needing), needing], key=lambda s: s.started)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's pages. Its tokens stay; its rows are computed, and recorded, again."""
         self.preemptions += 1
-        paused = sequence.state is State.PAUSED
+        stays = sequence.state in (State.PAUSED, State.WAITING)
         self._leave(sequence)
         sequence.fed = 0
-        if not paused:
+        if not stays:
             sequence.state = State.WAITING
             self.waiting.appendleft([sequence])
 

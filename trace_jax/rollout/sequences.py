@@ -11,7 +11,7 @@ from trace_jax.rollout.requests import Finish, Request, Result
 
 
 class State(enum.Enum):
-    """Where a sequence is. It holds pages from PREFILL on, and as PAUSED unless they were taken from it."""
+    """Where a sequence is. It holds pages from its first PREFILL on, unless they were taken from it."""
 
     WAITING = "waiting"  # for pages, to be fed what it has
     PREFILL = "prefill"
