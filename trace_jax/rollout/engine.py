@@ -256,20 +256,22 @@ class Engine:
         Results are the caller's from then on: the engine's memory limit counts what it still holds.
         """
         scheduler = self._scheduler
+        before = scheduler.preemptions
         with self.meter.phase("schedule"):
             scheduler.admit()
             for job in scheduler.jobs:
                 for sequence in job.sequences:
                     if sequence.version is None:
                         sequence.version = self._version
-        self._prefill()
+        fed = self._prefill()
         with self.meter.phase("schedule"):
             scheduler.place()
-            before = scheduler.preemptions
             scheduler.reserve()
-            self.meter.preemptions += scheduler.preemptions - before
+        preempted = scheduler.preemptions - before
+        self.meter.preemptions += preempted
         worked = self._decode()
-        self._stalled = bool(scheduler.waiting) and not (worked or scheduler.jobs or self._ending)
+        idle = not (fed or worked or preempted or scheduler.jobs or self._ending)
+        self._stalled = idle and bool(scheduler.waiting)
         self.meter.occupancy(scheduler)
         return self._take_results(wait=not worked)
 
@@ -292,10 +294,11 @@ class Engine:
 
     # -- prefill -------------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> bool:
+        """One call, if there is anything to feed. Whether there was."""
         bucket, lanes = self._scheduler.call()
         if not lanes:
-            return
+            return False
         # Calls are of one version; others' turn comes.
         version = lanes[0][1].leader.version
         lanes = [(lane, job) for lane, job in lanes if job.leader.version == version]
@@ -323,6 +326,7 @@ class Engine:
             self._keep(rows, audit, placed, audited, by_step=False)
             self.meter.prefilled += int(counts.sum())
             self._begin_decoding(logits, done)
+        return True
 
     def _keep(
         self,

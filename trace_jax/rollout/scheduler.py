@@ -39,8 +39,8 @@ class Job:
 class Scheduler:
     """Bookkeeping on the host, without any array of the device.
 
-    Sequences are admitted in the order of arrival, those whose pages were taken first. Nobody waits for ever: the
-    oldest sequence always gets pages, by taking those of younger ones.
+    Sequences are admitted in the order of arrival, those that have begun before, oldest first. Nobody waits for ever:
+    the oldest sequence always gets pages, by taking those of younger ones.
     """
 
     def __init__(
@@ -86,8 +86,17 @@ class Scheduler:
 
     def resume(self, sequence: Sequence) -> None:
         """A paused sequence has been extended."""
-        sequence.state = State.WAITING
-        self.waiting.appendleft([sequence])
+        self._wait([sequence])
+
+    def _wait(self, group: list[Sequence]) -> None:
+        """Back to those that wait: before all that never began, and behind those that are older.
+
+        The oldest so is the first to be fed, and no one whose pages were taken keeps older ones from theirs.
+        """
+        for sequence in group:
+            sequence.state = State.WAITING
+        older = sum(1 for other in self.waiting if 0 < other[0].started < group[0].started)
+        self.waiting.insert(older, group)
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -156,8 +165,7 @@ class Scheduler:
 
     def _holders(self, other: Sequence) -> list[Sequence]:
         """Sequences whose pages can be taken."""
-        lasting = (State.PREFILL, State.DONE)
-        return [s for s in self.sequences.values() if s.pages and s.state not in lasting and s is not other]
+        return [s for s in self.sequences.values() if s.pages and s is not other]
 
     def call(self) -> tuple[int, list[tuple[int, Job]]]:
         """The next prefill call: its bucket, and its lanes with their jobs, those of one bucket, oldest first."""
@@ -235,20 +243,28 @@ class Scheduler:
                 if taken is not None:
                     self.table.give(sequence, taken)
                     break
-                self.preempt(self._youngest(sequence))
+                self.preempt(self._victim(sequence))
 
-    def _youngest(self, needing: Sequence) -> Sequence:
-        return max([*self._holders(needing), needing], key=lambda s: s.started)
+    def _victim(self, needing: Sequence) -> Sequence:
+        """Whose pages are taken: the youngest between turns, which nobody waits for, else the youngest of all."""
+        holders = self._holders(needing)
+        idle = [sequence for sequence in holders if sequence.state is State.PAUSED]
+        return max(idle or [*holders, needing], key=lambda s: s.started)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's pages. Its tokens stay; its rows are computed, and recorded, again."""
         self.preemptions += 1
-        stays = sequence.state in (State.PAUSED, State.WAITING)
-        self._leave(sequence)
+        group, moves = [sequence], sequence.state not in (State.PAUSED, State.WAITING)
+        if sequence.state is State.PREFILL:  # it leads a job, which is begun anew
+            job = next(job for job in self.jobs if job.leader is sequence)
+            self.jobs.remove(job)
+            self.pool.release(job.tails)
+            group = job.sequences
+        for member in group:
+            self._leave(member)
         sequence.fed = 0
-        if not stays:
-            sequence.state = State.WAITING
-            self.waiting.appendleft([sequence])
+        if moves:
+            self._wait(group)
 
     def pause(self, sequence: Sequence) -> None:
         """Between turns a sequence keeps its pages, and its slot if it has state there."""

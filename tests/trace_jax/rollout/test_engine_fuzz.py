@@ -129,8 +129,8 @@ class Drive:
     ("sync", "pages", "count"),
     [
         ("finish", 16, 150),
-        ("continue", 10, 150),
-        pytest.param("finish", 10, 5000, marks=pytest.mark.slow),
+        ("continue", 7, 150),
+        pytest.param("finish", 7, 5000, marks=pytest.mark.slow),
         pytest.param("continue", 16, 5000, marks=pytest.mark.slow),
     ],
 )
