@@ -22,6 +22,7 @@ from kernels_pallas.arrays import Fp4Array, Fp4Codes
 from kernels_pallas.formats import Fp4Format, get_format, pack_bits
 from kernels_pallas.guided_round import MODES, Guide, compact_scales, guided_round, guided_values
 from kernels_pallas.guided_round.api import IMPLEMENTATIONS as GUIDED_ROUND
+from kernels_pallas.implementations import NotServedError
 from kernels_pallas.quantize import dequantize, quantize
 from kernels_pallas.quantize.api import IMPLEMENTATIONS as QUANTIZE
 
@@ -175,9 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     with np.load(args.vectors) as file:
         try:
             rows = compare(dict(file), args.implementation)
-        except ValueError as error:
-            if "does not serve this" not in str(error):
-                raise
+        except NotServedError as error:
             parser.error(str(error))
     for name in ("nvfp4", "mxfp4"):
         elements, count = fused_against_split(get_format(name), args.implementation)

@@ -10,6 +10,10 @@ from jax.sharding import AxisType
 from kernels_pallas.target import backend
 
 
+class NotServedError(ValueError):
+    """An implementation that was asked for by name does not serve the arguments; the message says why."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
     """One way to run an op.
@@ -54,7 +58,8 @@ def select(
       args, options: what the function will be called with.
 
     Raises:
-      ValueError: a name that `op` does not have, or an implementation that does not serve these arguments.
+      ValueError: a name that `op` does not have.
+      NotServedError: an implementation that does not serve these arguments.
     """
     implementation = default_implementation.value if implementation is None else implementation
     if implementation is None:
@@ -67,7 +72,7 @@ def select(
     chosen = table[implementation]
     reason = chosen.refusal(*args, **options)
     if reason is not None:
-        raise ValueError(
+        raise NotServedError(
             f"{op}: implementation {implementation!r} does not serve this: {reason}; use 'reference'"
         )
     return chosen.run
