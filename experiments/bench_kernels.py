@@ -22,6 +22,7 @@ import numpy as np
 from experiments.kernel_cases import KERNEL_GROUPS, Case, Run, normal
 from experiments.kernel_list import describe
 from experiments.prefill_cases import prefill_cases
+from experiments.rounding_cases import rounding_cases
 from trace_jax.runs import describe_environment
 
 FEW = 2
@@ -33,7 +34,7 @@ UNCACHED = 2**28  # bytes that calls must read between two reads of the same: se
 ONE_BY_ONE = {"xla_gpu_graph_min_graph_size": "1000000"}
 MOST_COPIED = 2**30  # bytes of first arguments beyond which a program has no more calls than the least
 MOST = 2.0  # times a copy's bandwidth, that an op may reach by what its inputs have in a cache
-GROUPS = {**KERNEL_GROUPS, "prefill": prefill_cases}
+GROUPS = {**KERNEL_GROUPS, "rounding": rounding_cases, "prefill": prefill_cases}
 
 
 def many(run: Run, carried: bool) -> Run:

@@ -16,11 +16,10 @@ from kernels_pallas.decode_attention import attention
 from kernels_pallas.formats import MXFP4, NVFP4, Fp4Format
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_matmul.shapes import GPT_OSS
-from kernels_pallas.guided_round import Guide, guided_values
-from kernels_pallas.kv_cache import KVCache, append
+from kernels_pallas.kv_cache import KVCache
 from kernels_pallas.matmul import matmul
 from kernels_pallas.matmul.triton import decoded_in_kernel, decoded_once
-from kernels_pallas.quantize import quantize, quantize_recorded, rms_norm_quantize
+from kernels_pallas.quantize import quantize
 from kernels_pallas.tiled import TiledFp4Array, tile
 from kernels_pallas.tiled_matmul import decoded
 
@@ -266,9 +265,11 @@ def attention_cases() -> Iterator[Case]:
                 op="decode_attention",
                 shape=f"{model} {format.name} batch {batch} context {length} head {dim}",
                 ours=attention,
-                arguments=functools.partial(_cache, format, batch, length, heads, q_heads, dim),
+                arguments=functools.partial(attention_arguments, format, batch, length, heads, q_heads, dim),
                 baselines=baselines,
-                baseline_arguments=functools.partial(_cache, None, batch, length, heads, q_heads, dim),
+                baseline_arguments=functools.partial(
+                    attention_arguments, None, batch, length, heads, q_heads, dim
+                ),
                 bytes=_entry_bytes(format, batch * length * heads, dim),
                 must=None if not promised else 1.7 if long else 1.0,
                 aim=None if not promised else 2.5 if long else 1.3,
@@ -281,14 +282,14 @@ def attention_cases() -> Iterator[Case]:
             ours=_paged,
             arguments=functools.partial(_pages, format, *sizes),
             baselines={"in rows": attention},
-            baseline_arguments=functools.partial(_cache, format, *sizes),
+            baseline_arguments=functools.partial(attention_arguments, format, *sizes),
             bytes=_entry_bytes(format, 64 * 8192 * 4, 128),
         )
     yield Case(
         op="decode_attention bf16",
         shape="qwen3_30b_a3b batch 64 context 8192 head 128",
         ours=attention,
-        arguments=functools.partial(_cache, None, 64, 8192, 4, 32, 128),
+        arguments=functools.partial(attention_arguments, None, 64, 8192, 4, 32, 128),
         baselines={"cuDNN": _cudnn},
         bytes=_entry_bytes(None, 64 * 8192 * 4, 128),
         must=0.9,
@@ -302,7 +303,10 @@ def _entry_bytes(format: Fp4Format | None, entries: int, dim: int) -> int:
     return 2 * (weight_bytes(format, entries, dim) + entries * (format is NVFP4))
 
 
-def _cache(format: Fp4Format | None, batch: int, length: int, heads: int, q_heads: int, dim: int):
+def attention_arguments(
+    format: Fp4Format | None, batch: int, length: int, heads: int, q_heads: int, dim: int
+):
+    """Queries of one token, a full cache, and positions that see all of it."""
     shape = (batch, length, heads, dim)
     k, v = normal(*shape, seed=1), normal(*shape, seed=2)
     if format is not None:
@@ -312,8 +316,8 @@ def _cache(format: Fp4Format | None, batch: int, length: int, heads: int, q_head
 
 
 def _pages(format: Fp4Format | None, batch: int, length: int, heads: int, q_heads: int, dim: int):
-    """`_cache` in pages, in random order, and their table."""
-    q, cache, positions = _cache(format, batch * length // PAGE, PAGE, heads, q_heads, dim)
+    """`attention_arguments` with the cache in pages, in random order, and their table."""
+    q, cache, positions = attention_arguments(format, batch * length // PAGE, PAGE, heads, q_heads, dim)
     table = np.random.default_rng(0).permutation(len(positions)).reshape(batch, -1)
     positions = jnp.full((batch, 1), length - 1, jnp.int32)
     return q[:batch], cache, positions, jnp.asarray(table, jnp.int32)
@@ -330,85 +334,8 @@ def _cudnn(q: jax.Array, cache: KVCache, positions: jax.Array) -> jax.Array:
     )
 
 
-# --- rounding and cache writes ----------------------------------------------------------------------
-
-
-def rounding_cases() -> Iterator[Case]:
-    """One pass over rows, against a copy of as many bytes."""
-    rows, width = 65536, 2048
-    values = rows * width
-    for format in (NVFP4, MXFP4):
-        packed = weight_bytes(format, rows, width) + rows
-        for op, run, extra in (
-            ("quantize", functools.partial(quantize, format=format), 0),
-            ("quantize and record", functools.partial(quantize_recorded, format=format), values // 8),
-            (
-                "RMSNorm, quantize and record",
-                lambda x, format=format: rms_norm_quantize(x, jnp.ones(width), 1e-6, format),
-                values // 8 + 2 * values,
-            ),
-        ):
-            recorded = op == "quantize and record"
-            yield Case(
-                op=op,
-                shape=f"{format.name} {rows} x {width}",
-                ours=run,
-                arguments=lambda: (normal(rows, width),),
-                bytes=2 * values + packed + extra,
-                must=0.6 if recorded else None,
-                aim=0.8 if recorded else None,
-                bandwidth=True,
-            )
-        yield Case(
-            op="guided rounding",
-            shape=f"{format.name} {rows} x {width}, 1 bit",
-            ours=functools.partial(_guided, format),
-            arguments=lambda format=format: (
-                normal(rows, width),
-                *_record(format, normal(rows, width, seed=1)),
-            ),
-            bytes=4 * values + values // 8 + values // format.block + 2 * rows,
-            bandwidth=True,
-        )
-    for format in (NVFP4, MXFP4):
-        yield Case(
-            op="append",
-            shape=f"qwen3_30b_a3b {format.name} 1 token x batch 256",
-            ours=_append,
-            arguments=functools.partial(_append_arguments, format),
-            baselines={"bf16 cache": _append},
-            baseline_arguments=functools.partial(_append_arguments, None),
-            bytes=2 * 256 * (2 * 4 * 128 + 4 * weight_bytes(format, 128)),
-            carried=True,
-            must=1 / 1.5,
-            aim=1 / 1.1,
-        )
-
-
-def _record(format: Fp4Format, x: jax.Array) -> tuple[Any, ...]:
-    q, mantissa = jax.jit(functools.partial(quantize_recorded, format=format))(x)
-    return q.scales, q.row_exponent, mantissa
-
-
-def _guided(format: Fp4Format, x: jax.Array, scales: jax.Array, exponent: jax.Array, mantissa: jax.Array):
-    valid = jnp.ones(exponent.shape, bool)
-    guide = Guide(scales=scales, row_exponent=exponent, mantissa=mantissa, valid=valid, mode="mantissa")
-    return guided_values(x, guide, format)
-
-
-def _append_arguments(format: Fp4Format | None) -> tuple[Any, ...]:
-    _, cache, _ = _cache(format, 256, 1024, 4, 32, 128)
-    positions = jnp.arange(256, dtype=jnp.int32)[:, None]
-    return cache, normal(256, 1, 4, 128), positions, jnp.ones(positions.shape, bool)
-
-
-def _append(cache: KVCache, new: jax.Array, positions: jax.Array, valid: jax.Array) -> KVCache:
-    return append(cache, new, new, positions, valid)[0]
-
-
 KERNEL_GROUPS = {
     "matmul": matmul_cases,
     "grouped_matmul": grouped_cases,
     "decode_attention": attention_cases,
-    "rounding": rounding_cases,
 }
