@@ -81,7 +81,7 @@ def log_likelihoods(
         positions,
         positions >= 0,
         numerics=Bf16Numerics() if plan is None else PackedNumerics(plan=plan),
-        cache=init_cache(model, *tokens.shape, plan.fp4 if plan is not None and plan.kv else None),
+        cache=init_cache(model, *tokens.shape, None if plan is None else plan.kv_format),
     )
     logprobs = jax.nn.log_softmax(transformer.logits(out.hidden)[:, :-1])
     return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]

@@ -40,6 +40,11 @@ class QuantPlan:
     def fp4(self) -> Fp4Format:
         return get_format(self.format)
 
+    @property
+    def kv_format(self) -> Fp4Format | None:
+        """Of the KV cache; None where it stays BF16."""
+        return self.fp4 if self.kv else None
+
     def quantizes(self, site: str) -> bool:
         """Whether the activation `site` is FP4."""
         if site not in SITES:

@@ -1,31 +1,19 @@
 """Puts rows that leave the device in chunks back into sequences, on the host."""
 
-import collections
 import dataclasses
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
-import jax
 import numpy as np
 
 from trace_jax.guidance import GuidanceRecord, PackedRows, by_site, unpack_rows
 from trace_jax.models import ModelConfig
 from trace_jax.rollout.collate import blank_row
-from trace_jax.rollout.collector import to_host
+from trace_jax.rollout.collector import Collector
 from trace_jax.rollout.host_memory import HostMemory
 from trace_jax.rollout.trajectories import Trajectories
 
 
 class Assembly:
-    """Collects the prefill's and the decode chunks' rows of one wave.
-
-    A thread of its own waits for rows and puts them into place, while the device goes on. Adding rows waits where
-    `PENDING` chunks are not in place yet, so no more than these and the added one are held. A context manager, which
-    ends the thread.
-    """
-
-    PENDING = 2
+    """Collects the prefill's and the decode chunks' rows of one wave."""
 
     def __init__(
         self,
@@ -37,9 +25,10 @@ class Assembly:
         weight_version: int,
         audit_rows,
         memory: HostMemory,
+        collector: Collector,
     ):
-        """`memory` is where the record's rows are put."""
-        self.model, self.memory = model, memory
+        """`memory` is where the record's rows are put, by `collector`."""
+        self.model, self.memory, self.collector = model, memory, collector
         self.group_size, self.weight_version, self.audit_rows = group_size, weight_version, tuple(audit_rows)
         self.prompt_length = np.repeat(lengths, group_size)
         self.shape = (self.prompt_length.size, length)
@@ -48,30 +37,16 @@ class Assembly:
         self.tokens[:, : prompts.shape[1]] = np.repeat(prompts, group_size, axis=0)
         self.logprobs = np.zeros(self.shape, np.float32)
         self.fed = np.zeros(self.shape, bool)
-        self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rows")
-        self.pending: collections.deque[Future[None]] = collections.deque()
-
-    def __enter__(self) -> "Assembly":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.worker.shutdown(wait=False, cancel_futures=True)
 
     def add_prefill(self, rows: PackedRows, audit: PackedRows | None) -> None:
-        self._add(self._write_prefill, rows, audit)
+        self.collector.add((rows, audit), self._write_prefill)
 
     def add_chunk(self, kept) -> None:
-        self._add(self._write_chunk, kept)
+        self.collector.add(kept, self._write_chunk)
 
-    def _add(self, write: Callable[..., None], *rows: Any) -> None:
-        rows = to_host(rows)
-        while len(self.pending) >= self.PENDING:
-            self.pending.popleft().result()  # its error, if it had one
-        self.pending.append(self.worker.submit(write, *rows))
-
-    def _write_prefill(self, rows: PackedRows, audit: PackedRows | None) -> None:
+    def _write_prefill(self, kept: tuple[PackedRows, PackedRows | None]) -> None:
         """Allocates the record and fills the prompt rows, shared by the samples of a group."""
-        rows, audit = jax.tree.map(np.asarray, (rows, audit))
+        rows, audit = kept
         self.layout, self.audit_layout = rows, audit
         bucket = rows.data.shape[1]
         self.fed[:, :bucket] = np.arange(bucket) < self.prompt_length[:, None]
@@ -83,7 +58,6 @@ class Assembly:
 
     def _write_chunk(self, kept) -> None:
         """Writes a chunk's rows to their (sequence, position)."""
-        kept = jax.tree.map(np.asarray, kept)
         position = kept["position"]
         step, row = np.nonzero(kept["sampled"])
         self.tokens[row, position[step, row]] = kept["token"][step, row]
@@ -105,8 +79,7 @@ class Assembly:
 
     def finish(self, sequences: int) -> Trajectories:
         """The first `sequences` slots; slots without a prompt are dropped."""
-        for pending in self.pending:
-            pending.result()
+        self.collector.wait()
         blank = blank_row(self.layout)
         for n, unfed in enumerate(np.maximum(self.count - 1, self.bucket)):
             self.rows[n, unfed:] = blank

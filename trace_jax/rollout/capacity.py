@@ -1,4 +1,6 @@
-"""How many pages of a KV cache a device has room for."""
+"""How many sequences a device has room for."""
+
+from typing import Any
 
 import jax
 
@@ -15,34 +17,34 @@ def nbytes(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def cache_bytes(model: ModelConfig, kv_format: Fp4Format | None, page_size: int) -> tuple[int, int]:
-    """Bytes of a page of `page_size` positions, all layers, and of what a slot has beside pages (DeltaNet's states)."""
+def cache_bytes(model: ModelConfig, kv_format: Fp4Format | None) -> tuple[int, int]:
+    """Bytes of one token in the cache, all layers, and of what a sequence has beside (DeltaNet's states)."""
 
-    def size(slots: int, pages: int) -> int:
-        return nbytes(jax.eval_shape(lambda: init_cache(model, slots, page_size, kv_format, pages=pages)))
+    def size(sequences: int, tokens: int) -> int:
+        return nbytes(jax.eval_shape(lambda: init_cache(model, sequences, 1, kv_format, pages=tokens)))
 
     return size(1, 2) - size(1, 1), size(2, 1) - size(1, 1)
 
 
-def pages_that_fit(
-    model: ModelConfig, kv_format: Fp4Format | None, *, slots: int, page_size: int, budget: int
+def sequences_that_fit(
+    model: ModelConfig, kv_format: Fp4Format | None, *, length: int, page_size: int, budget: int
 ) -> int:
-    """Pages that `budget` bytes hold beside the states of `slots` sequences.
+    """Sequences of `length` tokens, each with its own pages, for which `budget` bytes are enough.
 
     Raises:
-        ConfigError: they hold none.
+        ConfigError: there is no room for one.
     """
-    page, slot = cache_bytes(model, kv_format, page_size)
-    pages = (budget - slots * slot) // page
-    if pages < 1:
+    token, sequence = cache_bytes(model, kv_format)
+    each = -(-length // page_size) * page_size * token + sequence
+    if budget < each:
         raise ConfigError(
-            f"{budget} bytes are left for the cache; {slots} slots take {slots * slot} and a page of {page_size} "
-            f"positions {page}. Lower engine.slots, or use FP4 weights or a smaller model."
+            f"{budget} bytes are left for the cache, a sequence of {length} tokens takes {each}. Shorten sequences, or "
+            "use FP4 weights or a smaller model."
         )
-    return pages
+    return budget // each
 
 
-def free_bytes(device: jax.Device, reserve: float = RESERVE) -> int:
+def free_bytes(device: Any, reserve: float = RESERVE) -> int:
     """Bytes of a device that nothing holds, but for the reserve, once the weights are there.
 
     Raises:

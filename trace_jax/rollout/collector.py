@@ -32,6 +32,7 @@ class Collector:
     """Puts rows into place in a thread of its own, in the order in which they were added, while the device goes on.
 
     Adding waits where `PENDING` programs' rows are not in place yet, so no more than these and the added one are held.
+    A context manager, which ends the thread.
     """
 
     PENDING = 2
@@ -41,12 +42,12 @@ class Collector:
         self._pending: collections.deque[Future[None]] = collections.deque()
         self._others: collections.deque[Future[None]] = collections.deque()
 
-    def add(self, data: jax.Array, placed: list[Placed], *, by_step: bool) -> None:
-        """Rows of one program: `[steps, slots, 1, bytes]` if `by_step`, else `[lanes, positions, bytes]`."""
-        data = to_host(data)
+    def add(self, arrays: Any, write: Callable[[Any], None]) -> None:
+        """Starts a tree of arrays on its way to the host, where `write` puts it into place, as NumPy's."""
+        arrays = to_host(arrays)
         while len(self._pending) >= self.PENDING:
             self._pending.popleft().result()  # its error, if it had one
-        self._pending.append(self._worker.submit(_place, data, placed, by_step))
+        self._pending.append(self._worker.submit(lambda: write(jax.tree.map(np.asarray, arrays))))
 
     def then(self, run: Callable[..., None], *args: Any) -> None:
         """Runs after everything added so far is in place, in the same thread."""
@@ -60,12 +61,19 @@ class Collector:
             while futures:
                 futures.popleft().result()
 
+    def __enter__(self) -> "Collector":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Ends the thread; what is not in place yet is lost."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _place(data: jax.Array, placed: list[Placed], by_step: bool) -> None:
-    data = np.asarray(data)
+def place_rows(data: np.ndarray, placed: list[Placed], *, by_step: bool) -> None:
+    """Rows of one program: `[steps, slots, 1, bytes]` if `by_step`, else `[lanes, positions, bytes]`."""
     for p in placed:
         rows = data[: p.count, p.index, 0] if by_step else data[p.index, : p.count]
         p.target[p.start : p.start + p.count] = rows

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from trace_jax.rollout.engine import Engine
-from trace_jax.rollout.requests import Request, RequestError, Result
+from trace_jax.rollout.requests import NoRoomError, Request, RequestError, Result
 from trace_jax.rollout.sampling import SamplingConfig
 
 
@@ -79,19 +79,23 @@ def run_episodes(
     """Plays one episode with each environment, all at once; yields them as they end.
 
     Responses of those that decode, answers of the others and prefills of observations go on at the same time. An
-    environment that raises, answers with something else than a `Step`, or takes longer than `step_seconds` fails its
-    episode, the others go on; the thread of one that never comes back is left to itself and does not keep the process
-    alive. An episode whose next observation does not fit within `max_length` ends with the turns that it has.
+    environment that raises, answers with something else than a `Step` or with text that cannot be encoded, or takes
+    longer than `step_seconds` fails its episode, the others go on; the thread of one that never comes back is left to
+    itself and does not keep the process alive. An episode whose next observation does not fit within `max_length` ends
+    with the turns that it has.
 
     Args:
-        encode, decode: text to token ids and back.
+        engine: without other work; it has none afterwards.
+        encode, decode: text to token ids, called from threads, and back.
         sampling: `max_new_tokens` is for a turn.
         seeds: one for each environment.
         max_length: tokens of an episode.
 
     Raises:
-        ValueError: there are no environments, or not a seed for each.
+        ValueError: there are no environments, or not a seed for each, or the engine has other work.
     """
+    if engine.busy:
+        raise ValueError("the engine has other work, whose results would be lost here; run it first.")
     if not environments or len(seeds) != len(environments):
         raise ValueError(
             f"{len(environments)} environments and {len(seeds)} seeds; expected one seed for each, and at least one."
@@ -113,7 +117,7 @@ class _Driver:
 
     def run(self) -> Iterator[Episode]:
         for index, playing in self.playing.items():
-            self._ask(index, playing.environment.reset)
+            self._ask(index, self._reset, playing.environment)
         while self.playing:
             for result in self.engine.step() if self.engine.busy else ():
                 self._take(result)
@@ -122,7 +126,27 @@ class _Driver:
             yield from self.episodes
             self.episodes.clear()
 
-    # -- calls of environments ----------------------------------------------------------------------------------
+    # -- calls of environments, from threads ----------------------------------------------------------------------
+
+    def _reset(self, environment: Environment) -> Sequence[int]:
+        """Token ids of the first prompt."""
+        prompt = environment.reset()
+        if not isinstance(prompt, str):
+            raise TypeError(f"reset returned {prompt!r}; expected the text of the first prompt")
+        return self.encode(prompt)
+
+    def _step(self, environment: Environment, result: Result) -> tuple[Sequence[int], float, bool]:
+        """Token ids of the observation, none after the last turn, the reward, and whether it was the last."""
+        answer = environment.step(self.decode(result.turn.tolist()))
+        if not (isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[0], str)):
+            raise TypeError(f"step returned {answer!r}; expected (observation, reward, done)")
+        observation, reward, done = answer
+        if not (isinstance(reward, int | float) and math.isfinite(reward)):
+            raise ValueError(f"step returned the reward {reward!r}; expected a finite number")
+        tokens = () if done else self.encode(observation)
+        if len(tokens) == 0 and not done:
+            raise ValueError("the observation has no tokens; expected text for the policy to go on from")
+        return tokens, float(reward), bool(done)
 
     def _ask(self, index: int, call: Callable[..., Any], *args: Any) -> None:
         """Calls an environment in a thread; its answer, or error, comes to `answers`."""
@@ -167,26 +191,28 @@ class _Driver:
 
     # -- turns --------------------------------------------------------------------------------------------------
 
-    def _answered(self, index: int, playing: _Playing, value: Any) -> None:
-        if isinstance(value, Exception):
-            self._fail(index, f"{type(value).__name__}: {value}")
-        elif playing.id is None:
-            self._begin(index, playing, value)
-        elif not (isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str)):
-            self._fail(index, f"step returned {value!r}; expected (observation, reward, done)")
-        elif not (isinstance(value[1], int | float) and math.isfinite(value[1])):
-            self._fail(index, f"step returned the reward {value[1]!r}; expected a finite number")
-        else:
-            step = Step(*value)
-            playing.rewards.append(float(step.reward))
-            self._observe(index, playing, step)
+    def _answered(self, index: int, playing: _Playing, answer: Any) -> None:
+        if isinstance(answer, Exception):
+            return self._fail(index, f"{type(answer).__name__}: {answer}")
+        if playing.id is None:
+            return self._begin(index, playing, answer)
+        tokens, reward, done = answer
+        playing.rewards.append(reward)
+        if playing.result is not None:
+            return self._finish(index, playing.result)
+        try:
+            if not done:
+                return self.engine.extend(playing.id, tokens)
+        except NoRoomError:
+            pass  # the episode ends with the turns it has
+        except RequestError as error:
+            return self._fail(index, str(error))
+        self.engine.end(playing.id)
 
-    def _begin(self, index: int, playing: _Playing, prompt: Any) -> None:
-        if not isinstance(prompt, str):
-            return self._fail(index, f"reset returned {prompt!r}; expected the text of the first prompt")
+    def _begin(self, index: int, playing: _Playing, prompt: Sequence[int]) -> None:
         try:
             request = Request(
-                prompt=self.encode(prompt),
+                prompt=prompt,
                 sampling=self.sampling,
                 seeds=(self.seeds[index],),
                 turns=True,
@@ -197,31 +223,14 @@ class _Driver:
             return self._fail(index, str(error))
         self.by_id[playing.id] = index
 
-    def _observe(self, index: int, playing: _Playing, step: Step) -> None:
-        if playing.result is not None:
-            return self._finish(index, playing.result)
-        if step.done:
-            return self.engine.end(playing.id)
-        tokens = self.encode(step.observation)
-        if len(tokens) == 0:
-            return self._fail(
-                index, "the observation has no tokens; expected text for the policy to go on from"
-            )
-        try:
-            self.engine.extend(playing.id, tokens)
-        except RequestError:
-            self.engine.end(playing.id)  # it does not fit: the episode ends with the turns it has
-
     def _take(self, result: Result) -> None:
-        index = self.by_id.get(result.id)
-        playing = None if index is None else self.playing.get(index)
-        if playing is None:
-            return  # of no episode of ours, or of one that is over
+        index = self.by_id[result.id]
+        playing = self.playing[index]
         if result.finish is None:
-            self._ask(index, playing.environment.step, self.decode(result.turn.tolist()))
+            self._ask(index, self._step, playing.environment, result)
         elif result.finish in ("stop", "length") and playing.failure is None:
             playing.result = result  # no room for another turn, but this one has its reward
-            self._ask(index, playing.environment.step, self.decode(result.turn.tolist()))
+            self._ask(index, self._step, playing.environment, result)
         else:
             self._finish(index, result)
 

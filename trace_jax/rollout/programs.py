@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernels_pallas.formats import Fp4Format
 from trace_jax.guidance import GuidanceSpec, LayerRows, PackedRows, pack_rows, row_hash
 from trace_jax.models import ModelConfig, init_cache, lay_out
 from trace_jax.models.transformer import ForwardOutput
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.engine_config import EngineConfig
 from trace_jax.rollout.sampling import MAX_STOP_TOKENS, Draws, Sampled, sample
+
+TOKEN, POSITION, LIMIT, LIVE, TOP_K, STOPS = range(6)
+"""Columns of `Slots.ints`; stop tokens are from `STOPS` on."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,9 +26,9 @@ class Slots:
     """What the host says of the sequences of a batch, before a program runs; `[N]` unless stated.
 
     Attributes:
-        ints: int32 `[N, 5 + MAX_STOP_TOKENS]`: the token to feed, its position, tokens at which the response ends,
-            whether the sequence takes part, top_k, stop tokens (-1 where there is none). One array, as `floats`: each
-            costs the host a transfer.
+        ints: int32 `[N, STOPS + MAX_STOP_TOKENS]`: the `TOKEN` to feed, its `POSITION`, the `LIMIT` of tokens at which
+            the response ends, whether the sequence takes part, top_k, and stop tokens (-1 where there is none). One
+            array, as `floats`: each costs the host a transfer.
         floats: float32 `[N, 3]`: inverse temperature, top_p, min_p.
         keys: uint32 `[N, words]`.
         table: int32 `[N, pages]`, pages of each sequence, -1 where there is none.
@@ -40,8 +42,8 @@ class Slots:
     @classmethod
     def empty(cls, count: int, pages: int, words: int) -> "Slots":
         """NumPy arrays for `count` sequences that take no part."""
-        ints = np.zeros((count, 5 + MAX_STOP_TOKENS), np.int32)
-        ints[:, 5:] = -1
+        ints = np.zeros((count, STOPS + MAX_STOP_TOKENS), np.int32)
+        ints[:, STOPS:] = -1
         floats = np.ones((count, 3), np.float32)
         floats[:, 2] = 0
         table = np.full((count, pages), -1, np.int32)
@@ -52,7 +54,7 @@ class Slots:
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(self.keys), positions)
         return Draws(
             inverse_temperature=self.floats[:, 0],
-            top_k=self.ints[:, 4],
+            top_k=self.ints[:, TOP_K],
             top_p=self.floats[:, 1],
             min_p=self.floats[:, 2],
             keys=keys,
@@ -72,6 +74,28 @@ class Decoded:
     logprobs: Any
     rows: PackedRows
     audit: PackedRows | None
+
+
+def check_plan(model: ModelConfig, plan: QuantPlan | None, record: GuidanceSpec | None) -> None:
+    """Raises PlanError for a model that cannot be quantized as planned, ValueError for a record of a BF16 rollout."""
+    if plan is not None:
+        plan.check(**model.contractions)
+    elif record is not None:
+        raise ValueError("a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan.")
+
+
+def rollout_numerics(
+    plan: QuantPlan | None, record: GuidanceSpec | None, audit_rows: tuple[int, ...]
+) -> Numerics:
+    """A rollout's arithmetic; `plan` None is BF16, which has no codes to audit."""
+    if plan is None:
+        return Bf16Numerics()
+    return PackedNumerics(plan=plan, record=record, audit_rows=audit_rows)
+
+
+def captured_layers(model: ModelConfig, record: GuidanceSpec | None) -> tuple[int, ...]:
+    """All layers are captured, the record's are kept: a scan split at the first guided layer is two programs."""
+    return tuple(range(model.num_layers)) if record else ()
 
 
 def kept_rows(
@@ -111,42 +135,21 @@ class Programs:
         record: GuidanceSpec | None = None,
     ):
         """`plan` None rolls out in BF16; `record` says what guided layers keep, None records routes only."""
-        if plan is not None:
-            plan.check(**model.contractions)
-        elif record is not None:
-            raise ValueError(
-                "a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan."
-            )
+        check_plan(model, plan, record)
         self.graphdef, self.model, self.config, self.plan, self.record = graphdef, model, config, plan, record
         self._layouts: tuple[PackedRows, PackedRows | None] | None = None
 
     @property
     def compilations(self) -> int:
         """Programs compiled in this process so far, for any engine: it stands still once an engine is warm."""
-        jitted = (
-            Programs.prefill,
-            Programs.first,
-            Programs.decode,
-            Programs.force,
-            copy_pages,
-            copy_states,
-        )
+        jitted = Programs.prefill, Programs.first, Programs.decode, copy_pages, copy_states
         return sum(f._cache_size() for f in jitted)
-
-    @property
-    def kv_format(self) -> Fp4Format | None:
-        return self.plan.fp4 if self.plan is not None and self.plan.kv else None
 
     @functools.partial(jax.jit, static_argnums=0)
     def init_cache(self) -> dict[str, Any]:
         """Pages for what grows with the tokens, a row per slot for what does not."""
-        c = self.config
-        return init_cache(self.model, c.slots, c.page_size, self.kv_format, pages=c.pages)
-
-    def _numerics(self, audited: int) -> Numerics:
-        if self.plan is None:
-            return Bf16Numerics()
-        return PackedNumerics(plan=self.plan, record=self.record, audit_rows=tuple(range(audited)))
+        c, kv_format = self.config, None if self.plan is None else self.plan.kv_format
+        return init_cache(self.model, c.slots, c.page_size, kv_format, pages=c.pages)
 
     def _feed(self, model, cache, tokens, positions, fed, table, audited: int):
         """Feeds tokens `[B, T]`: the output, with its cache laid out."""
@@ -154,11 +157,10 @@ class Programs:
             tokens,
             positions,
             fed,
-            numerics=self._numerics(audited),
+            numerics=rollout_numerics(self.plan, self.record, tuple(range(audited))),
             cache=cache,
             page_table=table,
-            # All layers are captured, the record's are kept: a scan split at the first guided layer is two programs.
-            guided_layers=tuple(range(self.model.num_layers)) if self.record else (),
+            guided_layers=captured_layers(self.model, self.record),
         )
         return dataclasses.replace(out, cache=lay_out(out.cache, paged=True))
 
@@ -191,13 +193,13 @@ class Programs:
     @functools.partial(jax.jit, static_argnums=0, static_argnames="plain")
     def first(self, logits, lanes, state: Slots, *, plain: bool) -> Sampled:
         """The tokens `[M]` that follow a prefill: of each sequence of `state` from the logits of its lane."""
-        return sample(logits[lanes], state.draws(state.ints[:, 1] + 1), plain=plain)
+        return sample(logits[lanes], state.draws(state.ints[:, POSITION] + 1), plain=plain)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="plain")
     def decode(self, params, cache, state: Slots, *, plain: bool):
         """`chunk` steps, each of which feeds a token of every sequence and draws the next: the cache and `Decoded`."""
         model = nnx.merge(self.graphdef, params)
-        limit, stops = state.ints[:, 2], state.ints[:, 5:]
+        limit, stops = state.ints[:, LIMIT], state.ints[:, STOPS:]
 
         def step(carry, _):
             cache, token, position, live = carry
@@ -216,33 +218,9 @@ class Programs:
             carry = out.cache, jnp.where(live, drawn.tokens, token), position + live, live & ~stop
             return carry, kept
 
-        carry = cache, state.ints[:, 0], state.ints[:, 1], state.ints[:, 3] > 0
+        carry = cache, state.ints[:, TOKEN], state.ints[:, POSITION], state.ints[:, LIVE] > 0
         (cache, *_), kept = jax.lax.scan(step, carry, length=self.config.chunk)
         return cache, dataclasses.replace(kept, logprobs=jnp.moveaxis(kept.logprobs, 1, 0))
-
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-    def force(self, params, cache, state: Slots, tokens):
-        """`decode` of given tokens: feeds `tokens` `[N, chunk + 1]`, -1 past a sequence's end, and draws nothing.
-
-        Returns the cache and log-probs float32 `[N, chunk]` of every token but the first, given those before it, where
-        `state` draws them.
-        """
-        model = nnx.merge(self.graphdef, params)
-
-        def step(cache, inputs):
-            token, following, position = inputs
-            fed = (following >= 0) & (token >= 0)
-            out = self._feed(
-                model, cache, jnp.maximum(token, 0)[:, None], position[:, None], fed[:, None], state.table, 0
-            )
-            scaled = model.logits(out.hidden[:, 0]) * state.floats[:, :1]
-            logprobs = jax.nn.log_softmax(scaled, axis=-1)
-            chosen = jnp.take_along_axis(logprobs, jnp.maximum(following, 0)[:, None], axis=-1)[:, 0]
-            return out.cache, jnp.where(fed, chosen, 0)
-
-        positions = state.ints[None, :, 1] + jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[:, None]
-        cache, logprobs = jax.lax.scan(step, cache, (tokens.T[:-1], tokens.T[1:], positions))
-        return cache, logprobs.T
 
     def layouts(self, params: nnx.State, words: int) -> tuple[PackedRows, PackedRows | None]:
         """How rows and audited rows are packed, by shapes alone: the same for all weights of the model."""
@@ -276,18 +254,16 @@ def _states_of(cache: dict[str, Any], slots: jax.Array, starts: jax.Array) -> di
 @functools.partial(jax.jit, donate_argnums=0)
 def copy_pages(cache: dict[str, Any], sources: jax.Array, targets: jax.Array) -> dict[str, Any]:
     """Copies pages, all layers of each; a target past the last page is not written."""
-
-    def copy(leaf):
-        return leaf.at[:, targets].set(leaf[:, sources], mode="drop")
-
-    return {name: part if name == "delta" else jax.tree.map(copy, part) for name, part in cache.items()}
+    return {
+        name: part if name == "delta" else _copied(part, sources, targets) for name, part in cache.items()
+    }
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def copy_states(cache: dict[str, Any], sources: jax.Array, targets: jax.Array) -> dict[str, Any]:
     """Copies what is kept by slot; a target past the last slot is not written."""
+    return cache | {"delta": _copied(cache["delta"], sources, targets)}
 
-    def copy(leaf):
-        return leaf.at[:, targets].set(leaf[:, sources], mode="drop")
 
-    return {name: jax.tree.map(copy, part) if name == "delta" else part for name, part in cache.items()}
+def _copied(part: Any, sources: jax.Array, targets: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: leaf.at[:, targets].set(leaf[:, sources], mode="drop"), part)

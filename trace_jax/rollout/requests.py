@@ -1,6 +1,7 @@
 """What an engine is asked for, and what it gives back."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -13,8 +14,16 @@ Finish = Literal["stop", "length", "cancelled", "ended"]
 """Why a sequence ended: a stop token or string, its limit, `Engine.cancel`, or `Engine.end` of a sequence of turns."""
 
 
+DecodeText = Callable[[list[int]], str]
+"""Text of token ids: what stop strings are looked for in."""
+
+
 class RequestError(ValueError):
     """A request that the engine cannot serve; the message says what to change."""
+
+
+class NoRoomError(RequestError):
+    """An observation that leaves its sequence no room for a response."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

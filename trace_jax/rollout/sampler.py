@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kernels_pallas.formats import Fp4Format
 from trace_jax.config import ConfigError
 from trace_jax.guidance import GuidanceSpec, PackedRows
 from trace_jax.models import ModelConfig, init_cache, lay_out
-from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan, arranged_for_kernels
+from trace_jax.quant import Numerics, QuantPlan, arranged_for_kernels
 from trace_jax.rollout.assembly import Assembly
+from trace_jax.rollout.collector import Collector
 from trace_jax.rollout.host_memory import HostMemory
-from trace_jax.rollout.programs import kept_rows
+from trace_jax.rollout.programs import captured_layers, check_plan, kept_rows, rollout_numerics
 from trace_jax.rollout.sampling import Draws, SamplingConfig, sample, scale_logits
 from trace_jax.rollout.trajectories import Trajectories, concatenate
 
@@ -85,30 +85,11 @@ class Sampler:
         """`plan` None rolls out in BF16; `record` says what guided layers keep, None records routes only."""
         if sampling.stop_strings:
             raise ConfigError("a sampler knows no text; for stop_strings use Engine(decode_text=...).")
-        if plan is not None:
-            plan.check(**model.contractions)
-        elif record is not None:
-            raise ValueError(
-                "a BF16 rollout has no FP4 codes to record; set record=None or give a QuantPlan."
-            )
+        check_plan(model, plan, record)
         self.graphdef, self.model, self.rollout, self.sampling = graphdef, model, rollout, sampling
         self.plan, self.record, self._memory = plan, record, HostMemory()
         self.slots = rollout.num_prompts * rollout.group_size
         self.length = rollout.prompt_length + sampling.max_new_tokens
-
-    def _numerics(self, audit_rows: tuple[int, ...]) -> Numerics:
-        if self.plan is None:
-            return Bf16Numerics()
-        return PackedNumerics(plan=self.plan, record=self.record, audit_rows=audit_rows)
-
-    @property
-    def _recorded_layers(self) -> tuple[int, ...]:
-        """All layers are captured, the record's are kept: a scan split at the first guided layer is two programs."""
-        return tuple(range(self.model.num_layers)) if self.record else ()
-
-    @property
-    def _kv_format(self) -> Fp4Format | None:
-        return self.plan.fp4 if self.plan is not None and self.plan.kv else None
 
     def _draws(self, keys: jax.Array) -> Draws:
         s, count = self.sampling, keys.shape[0]
@@ -130,15 +111,16 @@ class Sampler:
         model = nnx.merge(self.graphdef, params)
         positions = jnp.broadcast_to(jnp.arange(r.prompt_length, dtype=jnp.int32), tokens.shape)
         fed = positions < lengths[:, None]
-        cache = lay_out(init_cache(self.model, tokens.shape[0], self.length, self._kv_format))
+        kv_format = None if self.plan is None else self.plan.kv_format
+        cache = lay_out(init_cache(self.model, tokens.shape[0], self.length, kv_format))
         prompts_of_audit = tuple(row // r.group_size for row in r.audit_rows)
         out = model(
             tokens,
             positions,
             fed,
-            numerics=self._numerics(prompts_of_audit),
+            numerics=rollout_numerics(self.plan, self.record, prompts_of_audit),
             cache=cache,
-            guided_layers=self._recorded_layers,
+            guided_layers=captured_layers(self.model, self.record),
         )
         last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         logits = model.logits(last)
@@ -157,7 +139,7 @@ class Sampler:
     def _decode(self, params, state: DecodeState, keys):
         """`chunk` decode steps: the state, what was kept (led by the step axis), and whether all are done."""
         model = nnx.merge(self.graphdef, params)
-        numerics = self._numerics(self.rollout.audit_rows)
+        numerics = rollout_numerics(self.plan, self.record, self.rollout.audit_rows)
         stops = jnp.asarray(self.sampling.stop_tokens, jnp.int32)
 
         def step(state: DecodeState, _):
@@ -193,7 +175,7 @@ class Sampler:
             fed,
             numerics=numerics,
             cache=state.cache,
-            guided_layers=self._recorded_layers,
+            guided_layers=captured_layers(self.model, self.record),
         )
         logits = jnp.where(fed, model.logits(out.hidden[:, 0]), state.logits)
         return out, dataclasses.replace(
@@ -218,7 +200,7 @@ class Sampler:
     def _force(self, params, state: DecodeState, tokens, lengths):
         """Decodes given tokens; log-probs `[N, steps]` of the token of each step."""
         model = nnx.merge(self.graphdef, params)
-        numerics = self._numerics(())
+        numerics = rollout_numerics(self.plan, self.record, ())
 
         def step(state: DecodeState, _):
             column = jnp.take_along_axis(tokens, state.position[:, None], axis=1, mode="clip")
@@ -272,9 +254,18 @@ class Sampler:
         if keys.shape[0] < self.slots:
             filler = jnp.broadcast_to(keys[:1], (self.slots - keys.shape[0], *keys.shape[1:]))
             keys = jnp.concatenate([keys, filler])
-        with Assembly(
-            self.model, tokens, lengths, r.group_size, self.length, weight_version, r.audit_rows, self._memory
-        ) as assembly:
+        with Collector() as collector:
+            assembly = Assembly(
+                self.model,
+                tokens,
+                lengths,
+                r.group_size,
+                self.length,
+                weight_version,
+                r.audit_rows,
+                self._memory,
+                collector,
+            )
             state, rows, audit = self._prefill(params, tokens, lengths)
             assembly.add_prefill(rows, audit)
             for _ in range(-(-self.sampling.max_new_tokens // r.chunk)):

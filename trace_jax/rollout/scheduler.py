@@ -100,23 +100,25 @@ class Scheduler:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Begins prefills while slots will be free for what comes of them, and pages and memory are."""
+    def admit(self, version: int) -> None:
+        """Begins prefills while slots will be free for what comes of them, and pages and memory are.
+
+        Sequences that never began do so under weights of `version`.
+        """
         while self.waiting:
             group = self.waiting[0]
             expected = len(self.ready) + sum(len(job.sequences) for job in self.jobs)
-            if expected and expected >= self._free_slots() + self.config.slots // 4:
+            if expected and expected >= self.slots.count(None) + self.config.slots // 4:
                 return
             job = self._begin(group)
             if job is None:
                 return
             self.jobs.append(job)
+            for sequence in job.sequences:
+                sequence.version = version if sequence.version is None else sequence.version
             del group[: len(job.sequences)]
             if not group:
                 self.waiting.popleft()
-
-    def _free_slots(self) -> int:
-        return sum(sequence is None for sequence in self.slots)
 
     def _begin(self, group: list[Sequence]) -> Job | None:
         """As many of the group as can be, or None."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from trace_jax.rollout.programs import Slots
-from trace_jax.rollout.requests import Finish, Request, Result
+from trace_jax.rollout.programs import LIMIT, LIVE, POSITION, STOPS, TOKEN, TOP_K, Slots
+from trace_jax.rollout.requests import DecodeText, Finish, Request, Result
 
 
 class State(enum.Enum):
@@ -56,7 +56,7 @@ class Sequence:
     version: int | None = None
     finish: Finish | None = None
     fed_beyond: bool = False
-    """Tokens were fed that `cut` then took away."""
+    """Tokens were fed that a stop string then took away."""
 
     @classmethod
     def of(
@@ -117,12 +117,19 @@ class Sequence:
         """Of the host's memory that it holds, or will once it is admitted."""
         return self.length * (self.row_bytes + self.audit_bytes + 4 + 1 + 8 + 4)
 
-    def fill(self, slots: Slots, at: int, *, live: bool = True) -> None:
+    def fill(self, slots: Slots, at: int) -> None:
         """Writes what programs need to know of it to entry `at`."""
         sampling = self.request.sampling
-        slots.ints[at, :5] = self.tokens[self.count - 1], self.count - 1, self.limit, live, sampling.top_k
-        slots.ints[at, 5:] = -1
-        slots.ints[at, 5 : 5 + len(sampling.stop_tokens)] = sampling.stop_tokens
+        columns = [TOKEN, POSITION, LIMIT, LIVE, TOP_K]
+        slots.ints[at, columns] = (
+            self.tokens[self.count - 1],
+            self.count - 1,
+            self.limit,
+            True,
+            sampling.top_k,
+        )
+        slots.ints[at, STOPS:] = -1
+        slots.ints[at, STOPS : STOPS + len(sampling.stop_tokens)] = sampling.stop_tokens
         slots.floats[at] = sampling.inverse_temperature, sampling.top_p, sampling.min_p
         slots.keys[at] = self.key
         slots.table[at] = -1
@@ -150,8 +157,29 @@ class Sequence:
         elif self.count >= self.limit:
             self.finish = "length"
 
-    def cut(self, count: int) -> None:
-        """Forgets tokens beyond `count`: what came after the one that completed a stop string."""
+    def stop_at_strings(self, decode_text: DecodeText | None, before: int) -> None:
+        """Forgets what follows the token that completes a stop string, of what was drawn since `before` tokens.
+
+        A string may span tokens, and a token's text may depend on those before it: the whole response is read.
+        """
+        strings = self.request.sampling.stop_strings
+        if not strings:
+            return
+        observed = np.flatnonzero(~self.sampled[: self.count])[-1] + 1
+
+        def stops(count: int) -> bool:
+            text = decode_text(self.tokens[observed:count].tolist())
+            return any(string in text for string in strings)
+
+        if not stops(self.count):
+            return
+        low, high = max(before, observed), self.count  # it was not there at `low`
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if stops(middle) else (middle, high)
+        self._cut(high)
+
+    def _cut(self, count: int) -> None:
         self.sampled[count : self.count], self.logprobs[:, count : self.count] = False, 0
         self.tokens[count : self.count] = 0
         self.count, self.finish = count, "stop"

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from trace_jax.rollout.engine_config import EngineConfig
-from trace_jax.rollout.programs import Slots
+from trace_jax.rollout.programs import LIMIT, LIVE, POSITION, STOPS, TOKEN, Slots
 from trace_jax.rollout.sequences import Sequence
 
 
@@ -22,8 +22,8 @@ class Advance:
 class SlotTable:
     """While a sequence runs its tokens, log-probs and versions are rows of these arrays.
 
-    `slots` is what programs take. Invariant: `slots.ints[:, :3]` of a running sequence are its last token, that token's
-    position and its limit, so that the number of its tokens is that position and one.
+    `slots` is what programs take. Invariant: the token there of a running sequence is its last one, so that it has as
+    many tokens as that one's position and one.
     """
 
     def __init__(self, config: EngineConfig, words: int):
@@ -57,7 +57,7 @@ class SlotTable:
         at = sequence.slot
         for name in ("tokens", "sampled", "versions", "logprobs"):
             setattr(sequence, name, getattr(sequence, name).copy())
-        self.running[at], self.slots.ints[at, 3] = False, 0
+        self.running[at], self.slots.ints[at, LIVE] = False, 0
         self.slots.table[at] = -1
 
     def give(self, sequence: Sequence, pages: list[int]) -> None:
@@ -70,13 +70,13 @@ class SlotTable:
     def needed(self) -> Int32[np.ndarray, " N"]:
         """Pages that each slot lacks for its next chunk."""
         ints, c = self.slots.ints, self.config
-        last = np.minimum(ints[:, 1] + c.chunk, ints[:, 2] - 1)
+        last = np.minimum(ints[:, POSITION] + c.chunk, ints[:, LIMIT] - 1)
         return np.where(self.running, np.maximum(-(-last // c.page_size) - self.pages, 0), 0).astype(np.int32)
 
     def take_part(self, version: int) -> Bool[np.ndarray, " N"]:
         """Marks for the next program whose sequences run under a version."""
         live = self.running & (self.version == version)
-        self.slots.ints[:, 3] = live
+        self.slots.ints[:, LIVE] = live
         return live
 
     def advance(
@@ -86,20 +86,20 @@ class SlotTable:
         ints = self.slots.ints
         drew = tokens >= 0
         step, slot = np.nonzero(drew)
-        fed = ints[slot, 1] + step
+        fed = ints[slot, POSITION] + step
         self.versions[slot, fed] = version
         self.tokens[slot, fed + 1] = tokens[step, slot]
         self.sampled[slot, fed + 1] = True
         self.logprobs[:, slot, fed + 1] = logprobs[:, step, slot]
         counts = drew.sum(axis=0)
         took = np.flatnonzero(counts)
-        starts = ints[took, 1].copy()
-        ints[took, 1] += counts[took].astype(np.int32)
-        ints[took, 0] = self.tokens[took, ints[took, 1]]
+        starts = ints[took, POSITION].copy()
+        ints[took, POSITION] += counts[took].astype(np.int32)
+        ints[took, TOKEN] = self.tokens[took, ints[took, POSITION]]
         return Advance(took, starts, counts[took])
 
     def ended(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of `slots`, those whose last token is a stop token, and those whose response has its full length."""
         ints = self.slots.ints[slots]
-        stop = (ints[:, :1] == ints[:, 5:]).any(axis=1)
-        return slots[stop], slots[~stop & (ints[:, 1] + 1 >= ints[:, 2])]
+        stop = (ints[:, TOKEN, None] == ints[:, STOPS:]).any(axis=1)
+        return slots[stop], slots[~stop & (ints[:, POSITION] + 1 >= ints[:, LIMIT])]

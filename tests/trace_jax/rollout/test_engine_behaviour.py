@@ -9,43 +9,16 @@ import numpy as np
 import pytest
 
 from tests.trace_jax import families, small
-from tests.trace_jax.rollout.test_engine_fuzz import MODEL, weights
+from tests.trace_jax.rollout.engines import CONFIG, programs, start, text, weights
 from trace_jax.config import ConfigError
-from trace_jax.rollout import Engine, EngineConfig, Programs, Request, RequestError, SamplingConfig
+from trace_jax.rollout import Engine, Programs, Request, RequestError, SamplingConfig
 from trace_jax.rollout.sequences import State
-
-CONFIG = EngineConfig(
-    slots=4,
-    max_length=64,
-    page_size=8,
-    pages=48,
-    chunk=4,
-    buckets=(8, 16),
-    prefill_tokens=32,
-    host_bytes=10**6,
-)
-LETTERS = "abcdefghijklmnopq"
-
-
-def text(tokens) -> str:
-    return "".join(LETTERS[token] for token in tokens)
-
-
-@functools.cache
-def programs(config: EngineConfig = CONFIG, model=MODEL) -> Programs:
-    return Programs(small.masters(model)[0], model, config)
 
 
 @functools.cache
 def family_weights(name: str):
     model = dataclasses.replace(families.config_of(name), dtype="float32")
     return model, small.sync(small.masters(model)[1], None, "float32")
-
-
-def start(config: EngineConfig = CONFIG, **options) -> Engine:
-    engine = Engine(programs(config), **options)
-    engine.sync(weights(0), 0)
-    return engine
 
 
 def request(prompt, new=6, seeds=(0,), **options) -> Request:

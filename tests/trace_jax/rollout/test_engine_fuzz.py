@@ -7,22 +7,10 @@ import numpy as np
 import pytest
 
 from tests.trace_jax import small
+from tests.trace_jax.rollout.engines import MODEL, weights
 from trace_jax.guidance import row_hash, unpack_rows
-from trace_jax.models import ModelConfig
 from trace_jax.rollout import Engine, EngineConfig, Programs, Request, SamplingConfig
 
-MODEL = ModelConfig(
-    vocab_size=17,
-    hidden_size=32,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    num_experts=2,
-    experts_per_token=1,
-    expert_hidden_size=32,
-    dtype="float32",
-)
 LENGTH, PAGE = 48, 8
 MOST_STEPS = 40  # per request, far more than any needs
 
@@ -41,11 +29,6 @@ def programs(sync: str, pages: int) -> Programs:
         sync=sync,
     )
     return Programs(small.masters(MODEL)[0], MODEL, config)
-
-
-@functools.cache
-def weights(version: int):
-    return small.sync(small.perturbed(small.masters(MODEL)[1], 0.05, version), None, "float32")
 
 
 def random_request(rng, number: int) -> Request:

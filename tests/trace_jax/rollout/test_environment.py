@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from tests.trace_jax.rollout.test_engine_behaviour import CONFIG, LETTERS, programs, start, text
-from tests.trace_jax.rollout.test_engine_fuzz import MODEL, weights
+from tests.trace_jax.rollout.engines import CONFIG, LETTERS, MODEL, programs, start, text, weights
 from trace_jax.rollout import (
     Engine,
+    Request,
     SamplingConfig,
     Step,
     collate,
@@ -23,7 +23,7 @@ SAMPLING = SamplingConfig(max_new_tokens=4)
 
 
 def encode(string):
-    return [LETTERS.index(letter) for letter in string]
+    return [99 if letter == "!" else LETTERS.index(letter) for letter in string]
 
 
 class Counting:
@@ -113,11 +113,24 @@ def raises():
         ({"step": lambda: "text"}, "step returned 'text'; expected"),
         ({"step": lambda: Step("a", float("nan"), False)}, "reward nan; expected a finite number"),
         ({"step": lambda: Step("", 0.0, False)}, "the observation has no tokens"),
+        ({"step": lambda: Step("?", 0.0, False)}, "ValueError"),
+        ({"step": lambda: Step("!", 0.0, False)}, "an observation holds id 99"),
         ({"reset": lambda: 3}, "reset returned 3; expected the text"),
         ({"reset": lambda: ""}, "the prompt is empty"),
         ({"reset": lambda: "a" * 60}, "max_length is 48, but the prompt alone has 60 tokens"),
     ],
-    ids=["reset raises", "step raises", "text", "nan", "no tokens", "no text", "empty", "long"],
+    ids=[
+        "reset raises",
+        "step raises",
+        "text",
+        "nan",
+        "no tokens",
+        "no code",
+        "no id",
+        "no text",
+        "empty",
+        "long",
+    ],
 )
 def test_a_failure_is_its_own_episodes(how, why):
     with start() as engine:
@@ -195,3 +208,6 @@ def test_refuses():
             play(engine, [])
         with pytest.raises(ValueError, match="1 environments and 2 seeds"):
             play(engine, [Counting("a", 1)], seeds=[0, 1])
+        engine.submit(Request(prompt=[1]))
+        with pytest.raises(ValueError, match="the engine has other work"):
+            play(engine, [Counting("a", 1)])

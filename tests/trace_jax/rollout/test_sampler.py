@@ -12,7 +12,7 @@ from flax import nnx
 from tests.trace_jax import small
 from trace_jax.models import init_cache
 from trace_jax.quant import PackedNumerics, QuantPlan
-from trace_jax.rollout import RolloutConfig
+from trace_jax.rollout import RolloutConfig, SamplingConfig
 from trace_jax.rollout import sampler as sampler_module
 
 PLAN = QuantPlan()
@@ -164,6 +164,11 @@ def test_more_and_fewer_prompts_than_slots(count):
 def test_refuses(prompts, keys, message):
     with pytest.raises(ValueError, match=message):
         generate(prompts, jax.random.split(jax.random.key(0), keys))
+
+
+def test_refuses_stop_strings():
+    with pytest.raises(ValueError, match="a sampler knows no text"):
+        small.sampler(None, None, sampling=SamplingConfig(stop_strings=("a",)))
 
 
 @pytest.mark.parametrize(
