@@ -9,8 +9,6 @@ import numpy as np
 from flax import nnx
 
 from experiments.common import method_config
-from experiments.throughput import WHAT, ThroughputConfig
-from trace_jax.config import ConfigError
 from trace_jax.data import prompt_iterator
 from trace_jax.models import ModelConfig, create
 from trace_jax.models.transformer import parameter_count
@@ -22,9 +20,9 @@ from trace_jax.rollout import Sampler, Trajectories
 from trace_jax.tasks import TaskConfig
 
 
-def default_config() -> str:
-    """`bench` on an accelerator, `bench_cpu` (a model and batch that two cores can time) without one."""
-    return "bench_cpu" if jax.default_backend() == "cpu" else "bench"
+def default_config(name: str = "bench") -> str:
+    """Config `name` on an accelerator, `<name>_cpu` (a model and batch that two cores can time) without one."""
+    return f"{name}_cpu" if jax.default_backend() == "cpu" else name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +30,11 @@ class BenchConfig:
     """`pairs` timed pairs of each of `methods` with `baseline`; JSON and table go to `out`.
 
     `init_from` is the run folder of a warm start; None takes random weights. `targets` hold the largest allowed ratio
-    of a guided method, by benchmark. `what` is for `bench_rollout`: `recording`, or what `throughput` configures.
+    of a guided method, by benchmark.
     """
 
     out: str
     pairs: int
-    what: str = "recording"
-    throughput: ThroughputConfig = dataclasses.field(default_factory=ThroughputConfig)
     methods: tuple[str, ...]
     baseline: str
     targets: dict[str, float]
@@ -51,8 +47,6 @@ class BenchConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self):
-        if self.what not in (allowed := ("recording", *WHAT)):
-            raise ConfigError(f"what is {self.what!r}; expected one of {allowed}.")
         if self.pairs < 2:
             raise ValueError(f"pairs is {self.pairs}; expected at least 2, or there is no interval.")
         if self.rl.audit_sequences or self.rl.control_every:

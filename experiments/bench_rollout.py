@@ -14,6 +14,7 @@ host.
 `what=record`: recording long responses in the engine beside not recording them.
 """
 
+import dataclasses
 from pathlib import Path
 
 import hydra
@@ -22,14 +23,27 @@ from omegaconf import DictConfig
 from experiments.bench import BenchConfig, Subject, default_config
 from experiments.common import CONFIGS, enable_compilation_cache, script
 from experiments.pairs import time_pairs, write_benchmark
-from experiments.throughput import measure
-from trace_jax.config import from_mapping
+from experiments.throughput import WHAT, ThroughputConfig, measure
+from trace_jax.config import ConfigError, from_mapping
 
 
-@hydra.main(config_path=CONFIGS, config_name=default_config(), version_base="1.3")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutBenchConfig(BenchConfig):
+    """`what` is timed: `recording`, or what `throughput` configures."""
+
+    what: str = "recording"
+    throughput: ThroughputConfig
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.what not in (allowed := ("recording", *WHAT)):
+            raise ConfigError(f"what is {self.what!r}; expected one of {allowed}.")
+
+
+@hydra.main(config_path=CONFIGS, config_name=default_config("bench_rollout"), version_base="1.3")
 @script
 def main(config: DictConfig) -> None:
-    bench = from_mapping(BenchConfig, config)
+    bench = from_mapping(RolloutBenchConfig, config)
     enable_compilation_cache(bench.out)
     if bench.what != "recording":
         print(measure(bench.what, bench.throughput, bench.model, bench.seed, Path(bench.out)))

@@ -11,7 +11,6 @@ there is a tokenizer.
 
 import dataclasses
 import json
-import math
 import time
 from typing import Any, NamedTuple
 
@@ -33,10 +32,11 @@ from trace_jax.data import (
 )
 from trace_jax.hf import is_hf_folder, load_model, load_quantized, read_model_config
 from trace_jax.hf.layouts import layout_of
-from trace_jax.models import ModelConfig, abstract, init_cache
+from trace_jax.models import ModelConfig, abstract
 from trace_jax.quant import QuantPlan, rollout_weights
 from trace_jax.rl.run import SMOLLM2, load_params, own_tokenizer
 from trace_jax.rollout import RolloutConfig, Sampler, SamplingConfig, random_rollout_weights
+from trace_jax.rollout.capacity import cache_bytes, nbytes
 from trace_jax.runs import describe_environment
 from trace_jax.tasks import ChatConfig, conversation, make_task
 
@@ -72,11 +72,6 @@ class GenerateConfig:
     @property
     def plan(self) -> QuantPlan | None:
         return None if self.precision == "bf16" else QuantPlan(format=self.precision)
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of all arrays, or shapes, of a tree."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 class Start(NamedTuple):
@@ -132,21 +127,17 @@ def weights_of(generate: GenerateConfig, model: ModelConfig) -> nnx.State:
     return jax.jit(rollout_weights, static_argnums=(1, 2))(masters, plan, model.dtype)
 
 
-def memory(model: ModelConfig, plan: QuantPlan | None) -> dict[str, float]:
+def memory(model: ModelConfig, plan: QuantPlan | None) -> dict[str, int]:
     """Bytes of the weights, and of what the cache holds per token and per sequence, by shapes alone."""
 
     def weights():
         return random_rollout_weights(model, plan, jax.random.key(0))
 
-    def cache(length):
-        return nbytes(jax.eval_shape(lambda: init_cache(model, 1, length, plan.fp4 if plan else None)))
-
-    # What does not grow with the context (states of DeltaNet) is per sequence.
-    per_token = (cache(2048) - cache(1024)) / 1024
+    per_token, per_sequence = cache_bytes(model, plan.kv_format if plan else None)
     return {
         "weights_bytes": nbytes(jax.eval_shape(weights)),
         "cache_bytes_per_token": per_token,
-        "cache_bytes_per_sequence": cache(1024) - 1024 * per_token,
+        "cache_bytes_per_sequence": per_sequence,
     }
 
 

@@ -21,7 +21,7 @@ from trace_jax.config import ConfigError, check_range
 from trace_jax.models import ModelConfig, abstract
 from trace_jax.quant import QuantPlan
 from trace_jax.rollout import Engine, EngineConfig, Programs, Request, SamplingConfig, random_rollout_weights
-from trace_jax.rollout.capacity import cache_bytes, free_bytes, nbytes
+from trace_jax.rollout.capacity import cache_bytes, free_bytes, nbytes, sequences_that_fit
 from trace_jax.runs import describe_environment
 
 PLANS = {
@@ -39,21 +39,21 @@ class ThroughputConfig:
 
     `batch` 0 takes as many sequences as the device has room for, each with its own pages. `lengths`: sequences of the
     long-tailed distribution, whose median is `median` new tokens. `response`: tokens of each of `slots` sequences that
-    are recorded by `methods`, or not.
+    are recorded by `methods`, or not, `rounds` times.
     """
 
-    precisions: tuple[str, ...] = ("bf16", "weights", "kv", "nvfp4")
-    contexts: tuple[int, ...] = (8192, 16384, 1024)
-    batch: int = 0
-    steps: int = 128
-    chunk: int = 16
-    page_size: int = 128
-    lengths: int = 1024
-    slots: int = 128
-    median: int = 128
-    methods: tuple[str, ...] = ("trace", "trace_all_layers", "trace_all_sites")
-    response: int = 4096
-    rounds: int = 2
+    precisions: tuple[str, ...]
+    contexts: tuple[int, ...]
+    batch: int
+    steps: int
+    chunk: int
+    page_size: int
+    lengths: int
+    slots: int
+    median: int
+    methods: tuple[str, ...]
+    response: int
+    rounds: int
 
     def __post_init__(self):
         unknown = sorted(set(self.precisions) - set(PLANS))
@@ -63,56 +63,48 @@ class ThroughputConfig:
         check_range("throughput", self, *counts, at_least=1)
         check_range("throughput", self, "batch", at_least=0)
 
+    def engine(self, slots: int, length: int) -> EngineConfig:
+        """An engine whose pages hold sequences of `length` tokens in all slots."""
+        return EngineConfig(
+            slots=slots,
+            max_length=length,
+            page_size=self.page_size,
+            pages=slots * -(-length // self.page_size),
+            chunk=self.chunk,
+            buckets=(self.page_size,),
+            host_bytes=2**62,
+        )
+
 
 def decode_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iterator[dict[str, Any]]:
     """One row of the table for each precision and context: tokens a second of decoding, the batch, and memory."""
     device = jax.local_devices()[0]
     for precision in config.precisions:
         plan = PLANS[precision]
-        holder = [random_rollout_weights(model, plan, jax.random.key(seed))]
-        weights = nbytes(holder[0])
+        kv_format = None if plan is None else plan.kv_format
+        params = random_rollout_weights(model, plan, jax.random.key(seed))
+        weights = nbytes(params)
         for context in config.contexts:
             length = context + config.steps + 1
-            pages_each = -(-length // config.page_size)
-            kv_format = plan.fp4 if plan is not None and plan.kv else None
-            page, slot = cache_bytes(model, kv_format, config.page_size)
-            batch = config.batch or _largest_batch(free_bytes(device), pages_each * page + slot, precision)
-            engine_config = EngineConfig(
-                slots=batch,
-                max_length=length,
-                page_size=config.page_size,
-                pages=batch * pages_each,
-                chunk=config.chunk,
-                buckets=(config.page_size,),
-                host_bytes=2**62,
-            )
-            programs = Programs(abstract(model)[0], model, engine_config, plan=plan)
+            sizes = {"length": length, "page_size": config.page_size}
+            batch = config.batch or sequences_that_fit(model, kv_format, **sizes, budget=free_bytes(device))
+            programs = Programs(abstract(model)[0], model, config.engine(batch, length), plan=plan)
             with Engine(programs) as engine:
-                engine.sync(holder[0], 0)
+                engine.sync(params, 0)
                 row = _decode(engine, context, config, seed)
-            stats = device.memory_stats() or {}
+            position, slot = cache_bytes(model, kv_format)
+            cache = batch * (context * position + slot)
+            peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
             yield {
                 "precision": precision,
                 "context": context,
                 "batch": batch,
                 **row,
                 "weights GB": round(weights / 1e9, 2),
-                "cache GB": round(batch * (pages_each * page + slot) / 1e9, 2),
-                "peak GB": round(stats.get("peak_bytes_in_use", 0) / 1e9, 2),
-                "read GB a step": round(
-                    (weights + batch * (context // config.page_size * page + slot)) / 1e9, 2
-                ),
+                "cache GB": round(cache / 1e9, 2),
+                "peak GB": round(peak / 1e9, 2),
             }
-        del holder
-
-
-def _largest_batch(free: int, each: int, precision: str) -> int:
-    if free < each:
-        raise ConfigError(
-            f"{precision} leaves {free} bytes for the cache, one sequence takes {each}; lower throughput.contexts, or "
-            "use a smaller model."
-        )
-    return free // each
+        del params
 
 
 def _decode(engine: Engine, context: int, config: ThroughputConfig, seed: int) -> dict[str, Any]:
@@ -150,15 +142,7 @@ def length_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iter
     for precision in config.precisions:
         plan = PLANS[precision]
         weights = random_rollout_weights(model, plan, jax.random.key(seed))
-        engine_config = EngineConfig(
-            slots=config.slots,
-            max_length=length,
-            page_size=config.page_size,
-            pages=config.slots * -(-length // config.page_size),
-            chunk=config.chunk,
-            buckets=(config.page_size,),
-            host_bytes=2**62,
-        )
+        engine_config = config.engine(config.slots, length)
         programs = Programs(abstract(model)[0], model, engine_config, plan=plan)
         requests = [
             Request(prompt=prompt, sampling=SamplingConfig(max_new_tokens=int(n)), seeds=(i,))
@@ -198,15 +182,7 @@ def record_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iter
     chosen = {name: method_config(name) for name in config.methods}
     plan = next(iter(chosen.values())).rollout_plan()
     weights = random_rollout_weights(model, plan, jax.random.key(seed))
-    engine_config = EngineConfig(
-        slots=config.slots,
-        max_length=length,
-        page_size=config.page_size,
-        pages=config.slots * -(-length // config.page_size),
-        chunk=config.chunk,
-        buckets=(config.page_size,),
-        host_bytes=2**62,
-    )
+    engine_config = config.engine(config.slots, length)
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, model.vocab_size, (config.slots, config.page_size))
 
@@ -258,20 +234,15 @@ def random_cache(cache: dict[str, Any], seed: int) -> dict[str, Any]:
             return jnp.full(leaf.shape, 127, jnp.uint8)
         return jax.random.normal(key, leaf.shape, jnp.float32).astype(leaf.dtype)
 
-    flat, tree = jax.tree_util.tree_flatten_with_path(cache)
-    keys = jax.random.split(jax.random.key(seed), len(flat))
+    def fill_layers(path, leaf):
+        """A layer at a time: random bits take as much again while they are made."""
+        of_layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        return jax.lax.map(lambda key: fill(path, of_layer, key), jax.random.split(key, leaf.shape[0]))
 
-    filled = []
-    for (path, leaf), key in zip(flat, keys, strict=True):
-        per_layer = jax.jit(
-            lambda leaf, key, path=path: jax.lax.map(
-                lambda k: fill(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), k),
-                jax.random.split(key, leaf.shape[0]),
-            ),
-            donate_argnums=0,
-        )
-        filled.append(per_layer(leaf, key))
-    return jax.tree.unflatten(tree, filled)
+    key = jax.random.key(seed)
+    return jax.jit(lambda cache: jax.tree_util.tree_map_with_path(fill_layers, cache), donate_argnums=0)(
+        cache
+    )
 
 
 WHAT = {"decode": decode_rows, "lengths": length_rows, "record": record_rows}

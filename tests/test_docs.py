@@ -18,7 +18,11 @@ from trace_jax.rl.warmstart import WarmStartConfig
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = {
     name: re.sub(r"<!--.*?-->", "", (ROOT / name).read_text(), flags=re.DOTALL)
-    for name in ("README.md", "CONTRIBUTING.md", "docs/contract.md", "docs/models.md")
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")),
+    )
 }
 COMMAND = re.compile(r"python -m experiments\.(\w+)([^`\n|]*)")
 COMMANDS = sorted(
@@ -34,6 +38,7 @@ HYDRA = {
     "generate": ("experiments.generate", "GenerateConfig"),
     "likelihood": ("experiments.likelihood", "LikelihoodConfig"),
     "export_hf": ("experiments.export_hf", "ExportConfig"),
+    "bench_rollout": ("experiments.bench_rollout", "RolloutBenchConfig"),
 }
 
 
@@ -70,6 +75,7 @@ def test_every_script_is_documented():
         "bench",
         "common",
         "kernel_cases",
+        "rounding_cases",
         "kernel_list",
         "pairs",
         "prefill_cases",

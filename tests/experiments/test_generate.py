@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments.export_hf import ExportConfig, export
-from experiments.generate import GenerateConfig, measure, memory, nbytes, start_of, weights_of
+from experiments.generate import GenerateConfig, measure, memory, start_of, weights_of
 from kernels_pallas.arrays import Fp4Array
 from tests.experiments.settings import composed, run_config
 from tests.trace_jax import small
@@ -17,6 +17,7 @@ from trace_jax.models import abstract
 from trace_jax.quant import QuantPlan
 from trace_jax.rl.run import train, with_vocabulary
 from trace_jax.rollout import random_rollout_weights
+from trace_jax.rollout.capacity import nbytes
 
 
 def config(*overrides) -> GenerateConfig:

@@ -31,6 +31,9 @@ CONFIG = ThroughputConfig(
     lengths=9,
     slots=3,
     median=4,
+    methods=("trace", "trace_all_layers"),
+    response=9,
+    rounds=1,
 )
 
 
@@ -53,9 +56,8 @@ def test_continuous_and_static_batches_of_the_same_requests():
 
 
 def test_recording_in_the_engine():
-    config = dataclasses.replace(CONFIG, methods=("trace", "trace_all_layers"), response=9, rounds=1)
     with hydra.initialize_config_dir(CONFIGS, version_base="1.3"):
-        rows = list(record_rows(config, small.MODEL, seed=0))
+        rows = list(record_rows(CONFIG, small.MODEL, seed=0))
     assert [row["record"] for row in rows] == ["none", "trace", "trace_all_layers"]
     assert rows[0]["bytes a token"] == 0 < rows[1]["bytes a token"] < rows[2]["bytes a token"]
     # A bit a value, a byte a block of 16 and a byte a row: of the expert input, and of two heads of keys and of values.
@@ -74,6 +76,6 @@ def test_a_random_cache_has_numbers_everywhere(kv_format):
 
 def test_refuses():
     with pytest.raises(ConfigError, match=r"throughput\.precisions has \['fp3'\]; expected some of"):
-        ThroughputConfig(precisions=("fp3",))
+        dataclasses.replace(CONFIG, precisions=("fp3",))
     with pytest.raises(ConfigError, match=r"does not say how much memory it has; set engine\.pages"):
-        list(decode_rows(ThroughputConfig(precisions=("bf16",)), small.MODEL, seed=0))
+        list(decode_rows(dataclasses.replace(CONFIG, batch=0), small.MODEL, seed=0))
