@@ -1,6 +1,6 @@
-"""What `experiments.bench_rollout` measures of the engine: `what=decode`, `what=lengths` and `what=record`.
+"""What `experiments.bench_rollout` measures of the engine: `what=decode`, `profile`, `lengths` and `record`.
 
-Weights are random; for `decode` the cache is filled with random entries in the place of a prefill.
+Weights are random; for `decode` and `profile` the cache is filled with random entries in the place of a prefill.
 """
 
 import dataclasses
@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from experiments.common import method_config
+from experiments.decode_profile import kernels_of, summary
 from trace_jax.config import ConfigError, check_range
 from trace_jax.models import ModelConfig, abstract
-from trace_jax.quant import QuantPlan
+from trace_jax.quant import QuantPlan, arranged_for_kernels
 from trace_jax.rollout import Engine, EngineConfig, Programs, Request, SamplingConfig, random_rollout_weights
 from trace_jax.rollout.capacity import cache_bytes, free_bytes, nbytes, sequences_that_fit
 from trace_jax.runs import describe_environment
@@ -78,54 +80,71 @@ class ThroughputConfig:
 
 def decode_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iterator[dict[str, Any]]:
     """One row of the table for each precision and context: tokens a second of decoding, the batch, and memory."""
-    device = jax.local_devices()[0]
+    for engine, about in _full_engines(config, model, seed):
+        start = time.perf_counter()
+        for _ in engine.run():
+            pass
+        seconds = time.perf_counter() - start
+        sampled, m = engine.meter.sampled, engine.meter.metrics()
+        plan = engine.programs.plan
+        token, sequence = cache_bytes(model, None if plan is None else plan.kv_format)
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+        yield {
+            **about,
+            "tokens/s": round(sampled / seconds, 1),
+            "ms a step": round(1e3 * seconds * engine.config.slots / sampled, 3),
+            "decode share": round(m["engine/decode_share"], 3),
+            "cache GB": round(engine.config.slots * (about["context"] * token + sequence) / 1e9, 2),
+            "peak GB": round(peak / 1e9, 2),
+        }
+
+
+def profile_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iterator[dict[str, Any]]:
+    """Kernels of one chunk of decode steps for each precision and context."""
+    for engine, about in _full_engines(config, model, seed):
+        for row in summary(kernels_of(engine.step), config.chunk):
+            yield {**about, **row}
+
+
+def _full_engines(
+    config: ThroughputConfig, model: ModelConfig, seed: int
+) -> Iterator[tuple[Engine, dict[str, Any]]]:
+    """An engine for each precision and context whose cache is full, after a first chunk; and what to say of it."""
     for precision in config.precisions:
         plan = PLANS[precision]
-        kv_format = None if plan is None else plan.kv_format
-        params = random_rollout_weights(model, plan, jax.random.key(seed))
-        weights = nbytes(params)
+        kv_format, params = None if plan is None else plan.kv_format, _weights(model, plan, seed)
         for context in config.contexts:
             length = context + config.steps + 1
             sizes = {"length": length, "page_size": config.page_size}
-            batch = config.batch or sequences_that_fit(model, kv_format, **sizes, budget=free_bytes(device))
+            batch = config.batch or sequences_that_fit(
+                model, kv_format, **sizes, budget=free_bytes(jax.local_devices()[0])
+            )
             programs = Programs(abstract(model)[0], model, config.engine(batch, length), plan=plan)
             with Engine(programs) as engine:
                 engine.sync(params, 0)
-                row = _decode(engine, context, config, seed)
-            position, slot = cache_bytes(model, kv_format)
-            cache = batch * (context * position + slot)
-            peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-            yield {
-                "precision": precision,
-                "context": context,
-                "batch": batch,
-                **row,
-                "weights GB": round(weights / 1e9, 2),
-                "cache GB": round(cache / 1e9, 2),
-                "peak GB": round(peak / 1e9, 2),
-            }
+                rng = np.random.default_rng(seed)
+                sampling = SamplingConfig(max_new_tokens=config.steps + 1)
+                for n in range(batch):
+                    prompt = rng.integers(0, model.vocab_size, context)
+                    engine.submit(Request(prompt=prompt, sampling=sampling, seeds=(n,)))
+                engine.skip_prefill(lambda cache: random_cache(cache, seed))
+                engine.step()
+                engine.meter.reset()
+                weights = round(nbytes(params) / 1e9, 2)
+                yield (
+                    engine,
+                    {"precision": precision, "context": context, "batch": batch, "weights GB": weights},
+                )
         del params
 
 
-def _decode(engine: Engine, context: int, config: ThroughputConfig, seed: int) -> dict[str, Any]:
-    """Decodes `steps` tokens of every slot over a full cache, after a first chunk that is not timed."""
-    rng, vocab = np.random.default_rng(seed), engine.model.vocab_size
-    sampling = SamplingConfig(max_new_tokens=config.steps + 1)
-    for n in range(engine.config.slots):
-        engine.submit(Request(prompt=rng.integers(0, vocab, context), sampling=sampling, seeds=(n,)))
-    engine.skip_prefill(lambda cache: random_cache(cache, seed))
-    engine.step()
-    engine.meter.reset()
-    start = time.perf_counter()
-    for _ in engine.run():
-        pass
-    seconds = time.perf_counter() - start
-    sampled, m = engine.meter.sampled, engine.meter.metrics()
-    return {
-        "tokens/s": round(sampled / seconds, 1),
-        "ms a step": round(1e3 * seconds * engine.config.slots / sampled, 3),
-        "decode share": round(m["engine/decode_share"], 3),
-    }
+def _weights(model: ModelConfig, plan: QuantPlan | None, seed: int) -> nnx.State:
+    """Random ones as kernels read them.
+
+    In one program, so that they are there once and lie close together: two halves of a cache fill the rest.
+    """
+    weights = jax.jit(lambda key: arranged_for_kernels(random_rollout_weights(model, plan, key)))
+    return weights(jax.random.key(seed))
 
 
 def length_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iterator[dict[str, Any]]:
@@ -141,7 +160,7 @@ def length_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iter
     length = config.page_size + 16 * config.median
     for precision in config.precisions:
         plan = PLANS[precision]
-        weights = random_rollout_weights(model, plan, jax.random.key(seed))
+        weights = _weights(model, plan, seed)
         engine_config = config.engine(config.slots, length)
         programs = Programs(abstract(model)[0], model, engine_config, plan=plan)
         requests = [
@@ -181,7 +200,7 @@ def record_rows(config: ThroughputConfig, model: ModelConfig, seed: int) -> Iter
     length = config.page_size + config.response
     chosen = {name: method_config(name) for name in config.methods}
     plan = next(iter(chosen.values())).rollout_plan()
-    weights = random_rollout_weights(model, plan, jax.random.key(seed))
+    weights = _weights(model, plan, seed)
     engine_config = config.engine(config.slots, length)
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, model.vocab_size, (config.slots, config.page_size))
@@ -234,35 +253,49 @@ def random_cache(cache: dict[str, Any], seed: int) -> dict[str, Any]:
             return jnp.full(leaf.shape, 127, jnp.uint8)
         return jax.random.normal(key, leaf.shape, jnp.float32).astype(leaf.dtype)
 
+    key = jax.random.key(seed)
+
     def fill_layers(path, leaf):
         """A layer at a time: random bits take as much again while they are made."""
         of_layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         return jax.lax.map(lambda key: fill(path, of_layer, key), jax.random.split(key, leaf.shape[0]))
 
-    key = jax.random.key(seed)
-    return jax.jit(lambda cache: jax.tree_util.tree_map_with_path(fill_layers, cache), donate_argnums=0)(
-        cache
+    # In place, so the cache is an argument although its entries do not matter.
+    filled = jax.jit(
+        lambda cache: jax.tree_util.tree_map_with_path(fill_layers, cache), donate_argnums=0, keep_unused=True
     )
+    return filled(cache)
 
 
-WHAT = {"decode": decode_rows, "lengths": length_rows, "record": record_rows}
+WHAT = {"decode": decode_rows, "profile": profile_rows, "lengths": length_rows, "record": record_rows}
 
 
 def measure(what: str, config: ThroughputConfig, model: ModelConfig, seed: int, out: Path) -> str:
-    """Writes `<out>/bench_rollout_<what>.json` and `.md`, row by row; returns the Markdown."""
+    """Appends a run to `<out>/bench_rollout_<what>.json`, row by row, and writes `.md` of all; returns the Markdown.
+
+    Large caches need a process each: what one leaves of the device's memory is in pieces.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    path, rows = out / f"bench_rollout_{what}.json", []
+    earlier = json.loads(path.read_text()) if path.exists() else []
     command = shlex.join(["python", "-m", "experiments.bench_rollout", *sys.argv[1:]])
-    environment, rows = describe_environment(), []
+    run = {"command": command, "environment": describe_environment(), "rows": rows}
     for row in WHAT[what](config, model, seed):
         rows.append(row)
         print(json.dumps(row), flush=True)
-        report = {"command": command, "environment": environment, "rows": rows}
-        (out / f"bench_rollout_{what}.json").write_text(json.dumps(report, indent=1) + "\n")
-        devices, packages = environment["devices"], environment["packages"]
-        where = f"`{command}` on {devices['count']} x {devices['kind']}, JAX {packages['jax']}."
-        text = f"{table(rows)}\n\n{where}\n"
-        (out / f"bench_rollout_{what}.md").write_text(text)
+        path.write_text(json.dumps([*earlier, run], indent=1) + "\n")
+        path.with_suffix(".md").write_text(text := report([*earlier, run]))
     return text
+
+
+def report(runs: list[dict[str, Any]]) -> str:
+    """A table of all rows, and where each run's are from."""
+    lines = []
+    for run in runs:
+        devices, packages = run["environment"]["devices"], run["environment"]["packages"]
+        where = f"{devices['count']} x {devices['kind']}, JAX {packages['jax']}"
+        lines.append(f"- `{run['command']}` on {where}: {len(run['rows'])} rows.")
+    return table([row for run in runs for row in run["rows"]]) + "\n\n" + "\n".join(lines) + "\n"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -69,11 +69,19 @@ def test_documented_options_are_accepted(script, options):
     from_mapping(config_class(script), config)
 
 
+def test_the_engine_s_example_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/engine.md"], flags=re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    assert len(names["results"]) == 4 and len(names["trajectories"]) == 4
+
+
 def test_every_script_is_documented():
     modules = {
         "__init__",
         "bench",
         "common",
+        "decode_profile",
         "kernel_cases",
         "rounding_cases",
         "kernel_list",

@@ -17,14 +17,16 @@ from kernels_pallas.matmul.api import check_dtypes, check_operand
 from kernels_pallas.tiled import TiledFp4Array, tile
 
 
-def arranged(w: Float[Array, "l *matrices k n"] | Fp4Array, *, gated: bool) -> Any:
+def arranged(w: Float[Array, "l *matrices k n"] | Fp4Array | TiledFp4Array | Stacked, *, gated: bool) -> Any:
     """Matrices stacked over layers as this machine's kernel reads them, a copy for as long as they are used.
 
     On one NVIDIA GPU packed matrices are tiled, and BF16 ones come as a `Stacked` whose layer is to be replaced, which
-    says that a layer is not to be cut out. Elsewhere they are returned as they are.
+    says that a layer is not to be cut out. Elsewhere, and once they are arranged, they are returned as they are.
 
     `gated`: the columns are a gate's, then those of an up projection.
     """
+    if isinstance(w, TiledFp4Array | Stacked):
+        return w
     if not chooses_kernels("gpu") or triton_bridge.unavailable() is not None:
         return w
     return _tiled_layers(w, gated) if isinstance(w, Fp4Array) else Stacked(w, jnp.int32(0))

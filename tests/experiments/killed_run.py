@@ -10,7 +10,7 @@ import threading
 import time
 
 from trace_jax.rl.trainer import Trainer
-from trace_jax.rollout.sampler import Sampler
+from trace_jax.rollout.executor import Executor
 from trace_jax.runs.checkpoints import Checkpoints
 
 
@@ -52,7 +52,7 @@ def while_it_writes(original, self, *args, **kwargs):
 
 phase, step = sys.argv[1], int(sys.argv[2])
 if phase == "rollout":
-    dies_in(Sampler, "_decode", 2 * step + 1, in_the_middle)
+    dies_in(Executor, "launch", 2 * step + 1, in_the_middle)
 elif phase == "train":
     dies_in(Trainer, "step", step, lambda *_args, **_kwargs: threading.Timer(0.005, kill).start())
 elif phase == "checkpoint":

@@ -1,6 +1,7 @@
 """What bench_rollout measures of the engine, at a size for a CPU: every row is there, and counts what was decoded."""
 
 import dataclasses
+import json
 
 import hydra
 import jax
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 
 from experiments.common import CONFIGS
+from experiments.decode_profile import Kernel, summary
 from experiments.throughput import (
     ThroughputConfig,
     decode_rows,
     length_rows,
+    measure,
+    profile_rows,
     random_cache,
     record_rows,
     table,
@@ -66,7 +70,9 @@ def test_recording_in_the_engine():
 
 @pytest.mark.parametrize("kv_format", [None, QuantPlan().fp4], ids=["bf16", "nvfp4"])
 def test_a_random_cache_has_numbers_everywhere(kv_format):
-    cache = random_cache(init_cache(small.MODEL, 2, 32, kv_format, pages=4), 0)
+    empty = init_cache(small.MODEL, 2, 32, kv_format, pages=4)
+    cache = random_cache(empty, 0)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(empty))  # two would not fit
     for leaf in jax.tree.leaves(cache):
         leaf = np.asarray(leaf)
         assert (leaf != 0).mean() > 0.9 and (
@@ -74,8 +80,33 @@ def test_a_random_cache_has_numbers_everywhere(kv_format):
         )
 
 
+def test_a_profile_by_kernels():
+    kernels = [Kernel("a", 0, 10e6), Kernel("b", 10e6, 5e6), Kernel("a", 20e6, 10e6), Kernel("c", 30e6, 1e6)]
+    rows = summary(kernels, steps=2, most=2)
+    assert [(row["kernel"], row["calls a step"], row["ms a step"]) for row in rows] == [
+        ("step", 2.0, 15.5),
+        ("all kernels", 2.0, 13.0),
+        ("a", 1.0, 10.0),
+        ("b", 0.5, 2.5),
+        ("others", 0.5, 0.5),
+    ]
+    assert rows[1]["of the step"] == round(26 / 31, 4)
+
+
+def test_runs_of_one_folder_are_one_table(tmp_path):
+    config = dataclasses.replace(CONFIG, precisions=("nvfp4",))
+    for batch in (2, 3):
+        text = measure("decode", dataclasses.replace(config, batch=batch), small.MODEL, 0, tmp_path)
+    runs = json.loads((tmp_path / "bench_rollout_decode.json").read_text())
+    assert [run["rows"][0]["batch"] for run in runs] == [2, 3]
+    assert text == (tmp_path / "bench_rollout_decode.md").read_text()
+    assert [line.split("|")[3].strip() for line in text.splitlines()[2:4]] == ["2", "3"]
+
+
 def test_refuses():
     with pytest.raises(ConfigError, match=r"throughput\.precisions has \['fp3'\]; expected some of"):
         dataclasses.replace(CONFIG, precisions=("fp3",))
+    with pytest.raises(ConfigError, match="a profile by kernels needs a GPU; the devices here are cpus"):
+        list(profile_rows(CONFIG, small.MODEL, seed=0))
     with pytest.raises(ConfigError, match=r"does not say how much memory it has; set engine\.pages"):
         list(decode_rows(dataclasses.replace(CONFIG, batch=0), small.MODEL, seed=0))

@@ -10,7 +10,7 @@ from trace_jax.rollout.requests import Request, RequestError, Result
 from trace_jax.rollout.sampler import Prompt, RolloutConfig, Sampler
 from trace_jax.rollout.sampling import SamplingConfig, scale_logits, token_logprobs
 from trace_jax.rollout.store import load_trajectories, save_trajectories
-from trace_jax.rollout.trajectories import Trajectories, concatenate
+from trace_jax.rollout.trajectories import Trajectories
 
 __all__ = [
     "Engine",
@@ -28,7 +28,6 @@ __all__ = [
     "Step",
     "Trajectories",
     "collate",
-    "concatenate",
     "load_trajectories",
     "random_rollout_weights",
     "run_episodes",

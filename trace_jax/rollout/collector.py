@@ -32,7 +32,6 @@ class Collector:
     """Puts rows into place in a thread of its own, in the order in which they were added, while the device goes on.
 
     Adding waits where `PENDING` programs' rows are not in place yet, so no more than these and the added one are held.
-    A context manager, which ends the thread.
     """
 
     PENDING = 2
@@ -60,12 +59,6 @@ class Collector:
         for futures in (self._pending, self._others):
             while futures:
                 futures.popleft().result()
-
-    def __enter__(self) -> "Collector":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the thread; what is not in place yet is lost."""

@@ -62,8 +62,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine's thread. Results that were not taken are lost."""
+        """Ends the engine's thread, and lets go of the device's memory. Results that were not taken are lost."""
         self._collector.close()
+        self._executor.release()
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,7 @@ class Engine:
         """
         if self._version is not None and version <= self._version:
             raise ValueError(f"weight version {version} follows {self._version}; expected a later one.")
+        self._settle()
         try:
             self.layout, self.audit_layout = self._executor.hold(params, version)
         except jax.errors.JaxRuntimeError as error:
@@ -203,29 +205,37 @@ class Engine:
 
     def end(self, id: int) -> None:
         """No more turns: the sequence's result follows."""
-        self._end(self._paused(id), "ended")
+        sequence = self._paused(id)
+        sequence.finish = "ended"
+        self._end([sequence])
 
     def cancel(self, id: int) -> None:
         """Ends a sequence wherever it is; its result, with what there is of it, follows."""
+        self._settle()
         sequence = self._scheduler.sequences.get(id)
         if sequence is not None and sequence.state is not State.DONE:
-            self._end(sequence, "cancelled")
+            sequence.finish = "cancelled"
+            self._end([sequence])
 
-    def _end(self, sequence: Sequence, finish: str | None = None) -> None:
-        if finish is not None:
-            sequence.finish = finish
-        heir = self._scheduler.end(sequence)
-        if heir is not None:
-            self._executor.share_rows(sequence, [heir])
-        self._ending += 1
+    def _end(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            heir = self._scheduler.end(sequence)
+            if heir is not None:
+                self._executor.share_rows(sequence, [heir])
+        if self._turns:  # of a sequence that is cancelled its turn's end is no news any more
+            ended = {sequence.id for sequence in sequences}
+            self._turns = collections.deque(turn for turn in self._turns if turn.id not in ended)
+        self._ending += len(sequences)
         self._stalled = False
-        self._collector.then(self._complete, sequence)
+        self._collector.then(self._complete, sequences)
 
-    def _complete(self, sequence: Sequence) -> None:
-        """All rows of a sequence are in place. Those of a caller get the blank ones that follow, while work goes on."""
-        if sequence.request.rows is not None and sequence.rows is not None:
-            sequence.rows[len(sequence.result().rows) :] = blank_row(self.layout)
-        self._finished.put(sequence)
+    def _complete(self, sequences: list[Sequence]) -> None:
+        """All rows are in place. Those of a caller get the blank ones that follow, while work goes on."""
+        blank = blank_row(self.layout)
+        for sequence in sequences:
+            if sequence.request.rows is not None and sequence.rows is not None:
+                sequence.rows[min(sequence.recorded, sequence.count - 1) :] = blank
+            self._finished.put(sequence)
 
     # -- work ----------------------------------------------------------------------------------------------------
 
@@ -251,35 +261,44 @@ class Engine:
 
         Results are the caller's from then on: the engine's memory limit counts what it still holds.
         """
-        scheduler = self._scheduler
+        scheduler, executor = self._scheduler, self._executor
         before = scheduler.preemptions
+        if scheduler.contended or executor.must_settle:
+            self._settle()
         with self.meter.phase("schedule"):
             scheduler.admit(self._version)
-        fed = self._leave(self._executor.prefill())
+        drew = executor.prefill()
+        self._leave([sequence for sequence in drew or () if sequence.finish is not None])
         with self.meter.phase("schedule"):
             scheduler.place()
             scheduler.reserve()
         preempted = scheduler.preemptions - before
         self.meter.preemptions += preempted
-        decoded = self._leave(self._executor.decode())
-        idle = not (fed or decoded or preempted or scheduler.jobs or self._ending)
+        launched = executor.launch()
+        self._settle()
+        executor.collect()
+        idle = not (drew is not None or launched or preempted or scheduler.jobs or self._ending)
         self._stalled = idle and bool(scheduler.waiting)
         self.meter.occupancy(scheduler)
-        return self._take_results(wait=not decoded)
+        return self._take_results(wait=not launched)
 
-    def _leave(self, drew: list[Sequence] | None) -> bool:
-        """Sequences whose response has ended wait for another turn, or end. Whether anything was done at all."""
-        for sequence in drew or ():
-            if sequence.finish is None:
-                continue
+    def _settle(self) -> None:
+        """Ends, or pauses, the sequences that the last chunk ended."""
+        self._leave(self._executor.settle())
+
+    def _leave(self, done: list[Sequence]) -> None:
+        """Sequences whose response has ended wait for another turn, or end."""
+        ended = []
+        for sequence in done:
             if sequence.request.turns and sequence.count < sequence.length:
                 self._scheduler.pause(sequence)
                 if self._scheduler.keeps_slot and sequence.fed_beyond:
                     self._scheduler.preempt(sequence)  # a state cannot forget the tokens that were cut
                 self._turns.append(sequence.result())
             else:
-                self._end(sequence)
-        return drew is not None
+                ended.append(sequence)
+        if ended:
+            self._end(ended)
 
     def _take_results(self, wait: bool) -> list[Result]:
         results = list(self._turns)

@@ -15,7 +15,7 @@ class EngineConfig:
         slots: sequences that decode side by side.
         max_length: tokens of the longest sequence.
         page_size: positions of a page of the cache: on GPUs a multiple of 64, on TPUs of 128.
-        pages: in all; `capacity.pages_that_fit` says how many a device has room for.
+        pages: in all; `capacity.sequences_that_fit` says for how many sequences a device has room.
         chunk: decode steps of one device call. Slots are refilled, and weights change, between calls.
         buckets: lengths that a prefill is padded to; a longer prompt goes in several calls.
         prefill_tokens: of one prefill call at most, padding included: decoding waits no longer than for these.

@@ -12,10 +12,14 @@ from trace_jax.guidance import PackedRows
 from trace_jax.quant import arranged_for_kernels
 from trace_jax.rollout.collector import Collector, Placed, place_rows
 from trace_jax.rollout.metrics import Meter
-from trace_jax.rollout.programs import Programs, Slots, copy_pages, copy_states
+from trace_jax.rollout.programs import Decoded, Programs, Slots, copy_pages, copy_states
 from trace_jax.rollout.requests import DecodeText
 from trace_jax.rollout.scheduler import Job, Scheduler
 from trace_jax.rollout.sequences import Sequence
+from trace_jax.rollout.slot_table import Advance
+
+FEW = 32
+"""Sequences that programs between prefill and decode take at a time, unless there are more."""
 
 
 class Executor:
@@ -36,6 +40,13 @@ class Executor:
         self.collector, self.meter, self.decode_text, self.words = collector, meter, decode_text, words
         self.weights: dict[int, nnx.State] = {}
         self.cache: dict[str, Any] | None = None
+        self._launched: list[tuple[int, Decoded]] = []
+        self._unsettled: list[tuple[Decoded, Advance]] = []
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether the text of what was drawn decides who goes on."""
+        return bool(self.scheduler.table.stop_strings[self.scheduler.table.running].any())
 
     def hold(self, params: nnx.State, version: int) -> tuple[PackedRows, PackedRows | None]:
         """Takes a version of the weights, and with the first one room for the cache. How rows are packed."""
@@ -43,6 +54,13 @@ class Executor:
         if self.cache is None:
             self.cache = jax.block_until_ready(self.programs.init_cache())
         return self.programs.layouts(self.weights[version], self.words)
+
+    def release(self) -> None:
+        """Lets go of weights and cache."""
+        self.weights.clear()
+        self._launched.clear()
+        self._unsettled.clear()
+        self.cache = None
 
     # -- prefill -------------------------------------------------------------------------------------------------
 
@@ -123,7 +141,7 @@ class Executor:
                 self.share_rows(leader, others)
             if leader.draws:
                 first += [(lane, sequence) for sequence in job.sequences]
-        width = min(self.config.slots, 32)
+        width = self._width(len(targets))
         for start in range(0, len(targets), width):
             chosen = slice(start, start + width)
             self.cache = copy_pages(
@@ -132,6 +150,7 @@ class Executor:
                 _padded(targets[chosen], width, self.config.pages),
             )
         if self.scheduler.keeps_slot:
+            width = self._width(len(to_slots))
             for start in range(0, len(to_slots), width):
                 chosen = slice(start, start + width)
                 arrays = (
@@ -139,9 +158,14 @@ class Executor:
                     _padded(to_slots[chosen], width, self.config.slots),
                 )
                 self.cache = copy_states(self.cache, *arrays)
+        width = self._width(len(first))
         for start in range(0, len(first), width):
             self._draw_first(logits, first[start : start + width], width)
         return [sequence for _, sequence in first]
+
+    def _width(self, count: int) -> int:
+        """Of the program that does something for `count` sequences: one of two, so that there are few."""
+        return self.config.slots if count > FEW else min(self.config.slots, FEW)
 
     def _draw_first(self, logits: jax.Array, first: list[tuple[int, Sequence]], width: int) -> None:
         state = Slots.empty(width, self.config.pages_per_sequence, self.words)
@@ -168,46 +192,65 @@ class Executor:
 
     # -- decode --------------------------------------------------------------------------------------------------
 
-    def decode(self) -> list[Sequence] | None:
-        """One chunk of every sequence in a slot, of each version in turn: those sequences, None if there are none."""
+    def launch(self) -> bool:
+        """Starts a chunk of every sequence in a slot, of each version in turn. Whether there are any."""
         table = self.scheduler.table
-        versions = np.unique(table.version[table.running]).tolist()
-        drew = [sequence for version in versions for sequence in self._decode_version(version)]
-        return drew if versions else None
-
-    def _decode_version(self, version: int) -> list[Sequence]:
-        table = self.scheduler.table
-        live = np.flatnonzero(table.take_part(version))
         with self.meter.phase("decode"):
-            self.cache, kept = self.programs.decode(
-                self.weights[version],
-                self.cache,
-                table.slots,
-                plain=_plain(self.scheduler.slots[i] for i in live),
-            )
-            # The few bytes that say how to go on first: copies leave the device in order.
-            for array in (kept.tokens, kept.logprobs):
-                array.copy_to_host_async()
-            tokens, logprobs = np.asarray(kept.tokens), np.asarray(kept.logprobs)
+            for version in np.unique(table.version[table.running]).tolist():
+                slots, plain = table.taking_part(version)
+                self.cache, kept = self.programs.decode(self.weights[version], self.cache, slots, plain=plain)
+                # The few bytes that say how to go on first: copies leave the device in order.
+                for array in (kept.tokens, kept.logprobs):
+                    array.copy_to_host_async()
+                self._launched.append((version, kept))
+        return bool(self._launched)
+
+    def collect(self) -> None:
+        """Waits for what was launched. The table knows then who goes on; `settle` tells the sequences."""
+        for version, kept in self._launched:
+            with self.meter.phase("decode"):
+                tokens, logprobs = np.asarray(kept.tokens), np.asarray(kept.logprobs)
+            with self.meter.phase("schedule"):
+                step = self.scheduler.table.advance(tokens, logprobs, version)
+                self.meter.sampled += int(step.counts.sum())
+            self._unsettled.append((kept, step))
+        self._launched.clear()
+
+    def settle(self) -> list[Sequence]:
+        """Sends the rows of the chunks collected last on their way. Returns the sequences that ended with them.
+
+        It costs time for every sequence, for which the device need not wait: it may work on the next chunk meanwhile.
+        """
+        ended = []
         with self.meter.phase("schedule"):
-            step = table.advance(tokens, logprobs, version)
-            sequences = [self.scheduler.slots[slot] for slot in step.slots]
-            placed, audited = [], []
-            for sequence, slot, start, n in zip(
-                sequences, step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True
-            ):
-                sequence.advance(n)
-                placed.append(Placed(slot, n, sequence.rows, start))
-                if sequence.audited:
-                    audited.append(Placed(slot, n, sequence.audit, start))
-            self.meter.sampled += int(step.counts.sum())
-            self._keep(kept.rows, kept.audit, placed, audited, by_step=True)
-            for finish, slots in zip(("stop", "length"), table.ended(step.slots), strict=True):
-                for slot in slots:
-                    self.scheduler.slots[slot].finish = finish
-            for sequence, n in zip(sequences, step.counts.tolist(), strict=True):
-                sequence.stop_at_strings(self.decode_text, sequence.count - n)
-        return sequences
+            for kept, step in self._unsettled:
+                ended += self._settle(kept, step)
+            self._unsettled.clear()
+        return ended
+
+    def _settle(self, kept: Decoded, step: Advance) -> list[Sequence]:
+        slots, strings = self.scheduler.slots, self.scheduler.table.stop_strings
+        placed, audited, ended = [], [], []
+        for slot, start, n in zip(*(a.tolist() for a in (step.slots, step.starts, step.counts)), strict=True):
+            sequence = slots[slot]
+            sequence.advance(n)
+            placed.append(Placed(slot, n, sequence.rows, start))
+            if sequence.audited:
+                audited.append(Placed(slot, n, sequence.audit, start))
+        self._keep(kept.rows, kept.audit, placed, audited, by_step=True)
+        for finish, done in (("stop", step.stopped), ("length", step.full)):
+            for slot in done.tolist():
+                slots[slot].finish = finish
+                ended.append(slots[slot])
+        for slot, n in zip(
+            step.slots[strings[step.slots]].tolist(), step.counts[strings[step.slots]], strict=True
+        ):
+            sequence = slots[slot]
+            done = sequence.finish is not None
+            sequence.stop_at_strings(self.decode_text, sequence.count - int(n))
+            if sequence.finish is not None and not done:
+                ended.append(sequence)
+        return ended
 
 
 def _plain(sequences: Iterable[Sequence]) -> bool:

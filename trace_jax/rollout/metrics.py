@@ -13,8 +13,8 @@ from trace_jax.rollout.scheduler import Scheduler
 class Meter:
     """Counts since the engine began, or since `reset`; `trace` keeps the phases for Perfetto.
 
-    Phases: `prefill` and `decode` are a program and the copy of what says how to go on; `schedule` is the host's work
-    in between, during which the device may idle.
+    Phases: `prefill` and `decode` are starting a program and waiting for what says how to go on; `schedule` is the
+    host's work in between, most of it while the device decodes.
     """
 
     def __init__(self):
@@ -50,7 +50,7 @@ class Meter:
     def occupancy(self, scheduler: Scheduler) -> None:
         """Notes how full slots and pages are after a step."""
         self.steps += 1
-        running = sum(1 for _ in scheduler.running())
+        running = int(scheduler.table.running.sum())
         pages = 1 - scheduler.pool.free / scheduler.pool.count
         self._slots += running / len(scheduler.slots)
         self._pages += pages

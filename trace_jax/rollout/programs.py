@@ -14,7 +14,7 @@ from trace_jax.models import ModelConfig, init_cache, lay_out
 from trace_jax.models.transformer import ForwardOutput
 from trace_jax.quant import Bf16Numerics, Numerics, PackedNumerics, QuantPlan
 from trace_jax.rollout.engine_config import EngineConfig
-from trace_jax.rollout.sampling import MAX_STOP_TOKENS, Draws, Sampled, sample
+from trace_jax.rollout.sampling import MAX_STOP_TOKENS, Draws, Sampled, sample, scale_logits
 
 TOKEN, POSITION, LIMIT, LIVE, TOP_K, STOPS = range(6)
 """Columns of `Slots.ints`; stop tokens are from `STOPS` on."""
@@ -221,6 +221,27 @@ class Programs:
         carry = cache, state.ints[:, TOKEN], state.ints[:, POSITION], state.ints[:, LIVE] > 0
         (cache, *_), kept = jax.lax.scan(step, carry, length=self.config.chunk)
         return cache, dataclasses.replace(kept, logprobs=jnp.moveaxis(kept.logprobs, 1, 0))
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="temperature")
+    def force(self, params, cache, tokens, positions, table, *, temperature: float):
+        """Decodes given tokens: feeds `tokens` `[N, steps + 1]`, -1 past a sequence's end, from `positions` `[N]` on.
+
+        Returns the cache and log-probs float32 `[N, steps]` of every token but the first, given those before it.
+        """
+        model = nnx.merge(self.graphdef, params)
+
+        def step(cache, inputs):
+            token, following, position = inputs
+            fed = following >= 0
+            out = self._feed(model, cache, token[:, None], position[:, None], fed[:, None], table, 0)
+            logits = scale_logits(model.logits(out.hidden[:, 0]), temperature)
+            logprobs = jax.nn.log_softmax(logits, axis=-1)
+            return out.cache, jnp.take_along_axis(logprobs, following[:, None], axis=-1)[:, 0]
+
+        steps = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[:, None]
+        inputs = jnp.maximum(tokens.T[:-1], 0), tokens.T[1:], positions[None] + steps
+        cache, logprobs = jax.lax.scan(step, cache, inputs)
+        return cache, logprobs.T
 
     def layouts(self, params: nnx.State, words: int) -> tuple[PackedRows, PackedRows | None]:
         """How rows and audited rows are packed, by shapes alone: the same for all weights of the model."""

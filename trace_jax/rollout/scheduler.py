@@ -98,6 +98,11 @@ class Scheduler:
         older = sum(1 for other in self.waiting if 0 < other[0].started < group[0].started)
         self.waiting.insert(older, group)
 
+    @property
+    def contended(self) -> bool:
+        """Whether someone waits for slots or pages: then those who are done give them up before anything else."""
+        return bool(self.waiting or self.jobs or self.ready or self.table.needed().sum() > self.pool.free)
+
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def admit(self, version: int) -> None:

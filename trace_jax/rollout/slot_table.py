@@ -2,8 +2,9 @@
 
 import dataclasses
 
+import jax
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Float32, Int32
 
 from trace_jax.rollout.engine_config import EngineConfig
 from trace_jax.rollout.programs import LIMIT, LIVE, POSITION, STOPS, TOKEN, Slots
@@ -12,11 +13,16 @@ from trace_jax.rollout.sequences import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Advance:
-    """What a chunk brought: the slots that took part, int `[M]`, the tokens that each fed first and how many it fed."""
+    """What a chunk brought: the slots that took part, int `[M]`, where each began to feed and how many tokens it fed.
+
+    Of these `stopped` slots drew a stop token, and those of `full` have their response's whole length.
+    """
 
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    stopped: np.ndarray
+    full: np.ndarray
 
 
 class SlotTable:
@@ -35,6 +41,8 @@ class SlotTable:
         self.logprobs = np.zeros((2, n, length), np.float32)
         self.versions = np.zeros((n, length), np.int32)
         self.running = np.zeros(n, bool)
+        self.plain = np.zeros(n, bool)
+        self.stop_strings = np.zeros(n, bool)
         self.version = np.zeros(n, np.int64)
         self.pages = np.zeros(n, np.int64)
         self.started = np.zeros(n, np.int64)
@@ -51,6 +59,8 @@ class SlotTable:
         sequence.fill(self.slots, at)
         self.running[at], self.version[at], self.started[at] = True, sequence.version, sequence.started
         self.pages[at] = len(sequence.pages)
+        sampling = sequence.request.sampling
+        self.plain[at], self.stop_strings[at] = sampling.plain, bool(sampling.stop_strings)
 
     def leave(self, sequence: Sequence) -> None:
         """It runs no more: its arrays are its own again."""
@@ -73,16 +83,19 @@ class SlotTable:
         last = np.minimum(ints[:, POSITION] + c.chunk, ints[:, LIMIT] - 1)
         return np.where(self.running, np.maximum(-(-last // c.page_size) - self.pages, 0), 0).astype(np.int32)
 
-    def take_part(self, version: int) -> Bool[np.ndarray, " N"]:
-        """Marks for the next program whose sequences run under a version."""
+    def taking_part(self, version: int) -> tuple[Slots, bool]:
+        """What a program needs to know, and whether all are sampled from the model's own distribution.
+
+        Those take part that run under the version. A copy, since a program may read its arguments later.
+        """
         live = self.running & (self.version == version)
         self.slots.ints[:, LIVE] = live
-        return live
+        return jax.tree.map(np.copy, self.slots), bool(self.plain[live].all())
 
     def advance(
         self, tokens: Int32[np.ndarray, "chunk N"], logprobs: Float32[np.ndarray, "2 chunk N"], version: int
     ) -> Advance:
-        """Takes over what a program drew."""
+        """Takes over what a program drew; who is done runs no more."""
         ints = self.slots.ints
         drew = tokens >= 0
         step, slot = np.nonzero(drew)
@@ -96,10 +109,7 @@ class SlotTable:
         starts = ints[took, POSITION].copy()
         ints[took, POSITION] += counts[took].astype(np.int32)
         ints[took, TOKEN] = self.tokens[took, ints[took, POSITION]]
-        return Advance(took, starts, counts[took])
-
-    def ended(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of `slots`, those whose last token is a stop token, and those whose response has its full length."""
-        ints = self.slots.ints[slots]
-        stop = (ints[:, TOKEN, None] == ints[:, STOPS:]).any(axis=1)
-        return slots[stop], slots[~stop & (ints[:, POSITION] + 1 >= ints[:, LIMIT])]
+        stopped = (ints[took, TOKEN, None] == ints[took, STOPS:]).any(axis=1)
+        full = ~stopped & (ints[took, POSITION] + 1 >= ints[took, LIMIT])
+        self.running[took[stopped | full]] = False
+        return Advance(took, starts, counts[took], took[stopped], took[full])

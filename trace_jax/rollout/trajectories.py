@@ -68,29 +68,3 @@ class Trajectories:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
-
-
-def concatenate(parts: list[Trajectories]) -> Trajectories:
-    """Joins the waves of one rollout along the batch axis."""
-    if len(parts) == 1:
-        return parts[0]
-    record = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *[p.record.sites for p in parts])
-    offsets = np.cumsum([0] + [len(p) for p in parts[:-1]])
-    return Trajectories(
-        **{
-            name: np.concatenate([getattr(p, name) for p in parts])
-            for name in ("tokens", "prompt_length", "length", "logprobs")
-        },
-        record=dataclasses.replace(
-            parts[0].record,
-            sites=record,
-            routes=np.concatenate([p.record.routes for p in parts], axis=1),
-            row_hash=np.concatenate([p.record.row_hash for p in parts]),
-            weight_version=np.concatenate([p.record.weight_version for p in parts]),
-        ),
-        audit=None
-        if parts[0].audit is None
-        else jax.tree.map(lambda *x: np.concatenate(x, axis=1), *[p.audit for p in parts]),
-        audit_layers=parts[0].audit_layers,
-        audit_rows=tuple(int(o) + row for o, p in zip(offsets, parts, strict=True) for row in p.audit_rows),
-    )

@@ -1,13 +1,13 @@
-"""Compiles a decode chunk of a small FP4 model for a TPU or GPU that is not there: prints what is as large as a layer.
+"""Compiles a decode chunk of a small model for a TPU or GPU that is not there: prints what is as large as a layer.
 
-    python -m tests.trace_jax.rollout.decode_hlo tpu|gpu|here [--engine]
+    python -m tests.trace_jax.rollout.decode_hlo tpu|gpu|here [--bf16]
 
-Of the sampler, or of the engine, whose cache is paged. `here` is this machine's own accelerator. Prints JSON: `least`,
-the bytes of the smallest packed array of one layer, experts or cache; `kernels`, how often the decode loop calls each;
-`large`, every instruction that leaves an array of at least `least` bytes (operation and shape), but for what names,
-groups or passes on other arrays, and for kernels that write the cache in place; apart those outside all loops. Needs a
-process of its own, and libtpu (`pip install .[tpu]`) or jax-triton, triton and the plugin of JAX for CUDA, which
-compiles without a driver.
+Of the engine, whose cache is paged; in NVFP4 with a record, or in BF16. `here` is this machine's own accelerator.
+Prints JSON: `least`, the bytes of the smallest array of one layer, experts or cache; `kernels`, how often the decode
+loop calls each; `large`, every instruction that leaves an array of at least `least` bytes (operation and shape), but
+for what names, groups or passes on other arrays, and for kernels that write the cache in place; apart those outside all
+loops. Needs a process of its own, and libtpu (`pip install .[tpu]`) or jax-triton, triton and the plugin of JAX for
+CUDA, which compiles without a driver.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MODEL = {
     "expert_hidden_size": 384,
 }
 DATA = Path(__file__).resolve().parents[2] / "data"
-PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS, CHUNK, PAGE = 4, 2, 768, 23808, 4, 128
+SLOTS, LENGTH, CHUNK, PAGE = 8, 24576, 4, 128
 PASSED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 
@@ -80,55 +80,35 @@ def gpu_device():
     ).devices[0]
 
 
-def compiled(platform: str, engine: bool) -> tuple[str, int]:
-    """The optimised HLO of a decode chunk, and the bytes of the smallest packed array of a layer."""
+def compiled(platform: str, *, bf16: bool) -> tuple[str, int]:
+    """The optimised HLO of a decode chunk, and the bytes of the smallest array of a layer's experts and cache."""
     import jax
-    import jax.numpy as jnp
+    from flax import nnx
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from kernels_pallas.arrays import Fp4Array
     from kernels_pallas.target import Target, target
-    from kernels_pallas.tiled import TiledFp4Array
     from trace_jax.guidance import GuidanceSpec
     from trace_jax.models import ModelConfig, abstract
     from trace_jax.quant import QuantPlan, arranged_for_kernels, rollout_weights
-    from trace_jax.rollout import EngineConfig, Programs, RolloutConfig, Sampler, SamplingConfig
+    from trace_jax.quant.weights import is_expert_weight
+    from trace_jax.rollout import EngineConfig, Programs
     from trace_jax.rollout.programs import Slots
 
     device = gpu_device() if platform == "gpu" else None  # before anything is traced
-    model, plan = ModelConfig(**MODEL), QuantPlan()
+    model, plan = ModelConfig(**MODEL), None if bf16 else QuantPlan()
     graphdef, masters = abstract(model)
-    record, length = GuidanceSpec(layers=(2, 3)), PROMPT_LENGTH + NEW_TOKENS
+    record = None if bf16 else GuidanceSpec(layers=(2, 3))
     params = jax.eval_shape(
         lambda masters: arranged_for_kernels(rollout_weights(masters, plan, model.dtype)), masters
     )
-    if engine:
-        config = EngineConfig(
-            slots=PROMPTS * GROUP,
-            max_length=length,
-            pages=PROMPTS * GROUP * (length // PAGE),
-            page_size=PAGE,
-            chunk=CHUNK,
-        )
-        programs = Programs(graphdef, model, config, plan=plan, record=record)
-        cache = jax.eval_shape(programs.init_cache)
-        decode = functools.partial(Programs.decode.trace, programs, plain=True)
-        inputs = params, cache, Slots.empty(config.slots, config.pages_per_sequence, 2)
-    else:
-        sampler = Sampler(
-            graphdef,
-            model,
-            RolloutConfig(num_prompts=PROMPTS, group_size=GROUP, prompt_length=PROMPT_LENGTH, chunk=CHUNK),
-            SamplingConfig(max_new_tokens=NEW_TOKENS, stop_tokens=(2,)),
-            plan=plan,
-            record=record,
-        )
-        tokens = jax.ShapeDtypeStruct((PROMPTS, PROMPT_LENGTH), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((PROMPTS,), jnp.int32)
-        state = jax.eval_shape(sampler._prefill, params, tokens, lengths)[0]
-        cache, decode = state.cache, functools.partial(Sampler._decode.trace, sampler)
-        inputs = params, state, jax.eval_shape(lambda: jax.random.split(jax.random.key(0), PROMPTS * GROUP))
+    config = EngineConfig(
+        slots=SLOTS, max_length=LENGTH, pages=SLOTS * (LENGTH // PAGE), page_size=PAGE, chunk=CHUNK
+    )
+    programs = Programs(graphdef, model, config, plan=plan, record=record)
+    cache = jax.eval_shape(programs.init_cache)
+    decode = functools.partial(Programs.decode.trace, programs, plain=True)
+    inputs = params, cache, Slots.empty(config.slots, config.pages_per_sequence, 2)
     if platform == "here":
         lowered = decode(*inputs).lower()
     else:
@@ -137,12 +117,11 @@ def compiled(platform: str, engine: bool) -> tuple[str, int]:
         inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), inputs)
         with contextlib.nullcontext() if platform == "gpu" else target(Target(generation=5)):
             lowered = decode(*inputs).lower(lowering_platforms=("cuda" if platform == "gpu" else "tpu",))
-    kinds = (Fp4Array, TiledFp4Array)
-    leaves = jax.tree.leaves((params, cache), is_leaf=lambda a: isinstance(a, kinds))
-    packed = [a for a in leaves if isinstance(a, kinds)]
-    arrays = [leaf for a in packed for leaf in (a.words, a.scales)] + [cache["attention"].k.row_exponent]
-    least = min(a.size * a.dtype.itemsize // MODEL["num_layers"] for a in arrays)
-    return lowered.compile().as_text(), least
+    flat = dict(nnx.to_flat_state(params))
+    arrays = jax.tree.leaves(([v for path, v in flat.items() if is_expert_weight(path)], cache["attention"]))
+    # Row scales of weights are a handful of numbers.
+    sizes = [a.size * a.dtype.itemsize // MODEL["num_layers"] for a in arrays if a.ndim > 2]
+    return lowered.compile().as_text(), min(sizes)
 
 
 def report(hlo: str, least: int) -> dict:
@@ -167,12 +146,12 @@ def report(hlo: str, least: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platform", choices=("tpu", "gpu", "here"))
-    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     arguments = parser.parse_args()
     platform = arguments.platform
     if platform != "here":
         os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    print(json.dumps(report(*compiled(platform, arguments.engine))))
+    print(json.dumps(report(*compiled(platform, bf16=arguments.bf16))))
 
 
 if __name__ == "__main__":

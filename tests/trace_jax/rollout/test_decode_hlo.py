@@ -12,7 +12,6 @@ import pytest
 
 from tests.trace_jax.rollout import decode_hlo
 
-ENGINE = pytest.mark.parametrize("options", [(), ("--engine",)], ids=["sampler", "engine"])
 REPOSITORY = Path(__file__).resolve().parents[3]
 GPU_COMPILERS = REPOSITORY / ".compilers" / "gpu"
 # A loop over layers that slices, copies and prefetches, as XLA writes it; what fusions hold inside does not count.
@@ -61,9 +60,8 @@ def run(platform: str, *options: str, **environment: str) -> dict:
     importlib.util.find_spec("libtpu") is None,
     reason="compiling for TPUs needs libtpu: pip install .[tpu]",
 )
-@ENGINE
-def test_a_decode_step_on_a_tpu_copies_no_layer_of_weights_or_cache(options):
-    found = run("tpu", *options)
+def test_a_decode_step_on_a_tpu_copies_no_layer_of_weights_or_cache():
+    found = run("tpu")
     # One loop over all layers. Norm, quantization and low bits of the expert input come from one kernel, those of keys
     # and values from theirs; the input of the down projection is not recorded.
     assert found["kernels"] == {
@@ -85,13 +83,13 @@ def test_a_decode_step_on_a_tpu_copies_no_layer_of_weights_or_cache(options):
     not GPU_COMPILERS.is_dir() or importlib.util.find_spec("triton") is None,
     reason="compiling for GPUs needs JAX's plugin for CUDA: make test-all installs it",
 )
-@ENGINE
-def test_a_decode_step_on_a_gpu_copies_no_packed_layer(options):
+@pytest.mark.parametrize(("options", "kernels"), [((), 11), (("--bf16",), 9)], ids=["nvfp4", "bf16"])
+def test_a_decode_step_on_a_gpu_copies_no_layer_of_weights_or_cache(options, kernels):
     path = os.pathsep.join(filter(None, [str(GPU_COMPILERS), os.environ.get("PYTHONPATH")]))
     found = run("gpu", *options, PYTHONPATH=path)
     # Keys and values with their bits, attention and the join of its parts, the expert input with norm and bits, the
-    # down projection's input, two grouped matmuls, and four of the attention's projections.
-    assert found["kernels"] == {"triton": 11}
+    # down projection's input, two grouped matmuls, and four of the attention's projections. BF16 quantizes nothing.
+    assert found["kernels"] == {"triton": kernels}
     # Attention leaves FP32 parts, one to a chunk; nothing is as large that holds weights or entries.
     large = [line for key in ("large", "large_outside_loops") for line in found[key]]
     assert [line for line in large if re.search(r"\b(u8|u32|bf16)\[\d", line)] == []

@@ -9,7 +9,6 @@ import pytest
 from kernels_pallas.formats import pack_bits, unpack_codes
 from tests.trace_jax import small
 from trace_jax.guidance import row_hash
-from trace_jax.rollout import concatenate
 from trace_jax.rollout.rerecord import rerecord
 
 NAME = "trace_all_sites"
@@ -76,16 +75,6 @@ def test_bf16_rollout_has_routes_and_hashes_but_no_sites():
     assert t.record.sites == {} and t.audit is None and t.audit_rows == ()
     assert np.array_equal(t.record.row_hash != 0, t.fed)
     assert (t.record.routes[:, t.fed] < small.MODEL.num_experts).all() and t.sampled.any()
-
-
-def test_waves_are_joined_in_order():
-    t = small.rollout(NAME)
-    joined = concatenate([t, t])
-    assert len(joined) == 12 and joined.audit_rows == (*range(6), *range(6, 12))
-    assert np.array_equal(joined.tokens[6:], t.tokens) and np.array_equal(
-        joined.record.routes[:, 6:], t.record.routes
-    )
-    assert concatenate([t]) is t
 
 
 def test_trajectories_views():

@@ -13,7 +13,7 @@ from tests.trace_jax import small
 from trace_jax.models import init_cache
 from trace_jax.quant import PackedNumerics, QuantPlan
 from trace_jax.rollout import RolloutConfig, SamplingConfig
-from trace_jax.rollout import sampler as sampler_module
+from trace_jax.rollout.executor import Executor
 
 PLAN = QuantPlan()
 NEW = small.SAMPLING.max_new_tokens
@@ -123,21 +123,23 @@ def test_responses_end_at_a_stop_token_or_at_the_limit():
 
 def test_decoding_stops_when_all_are_done(monkeypatch):
     calls = []
-    original = sampler_module.Sampler._decode
+    original = Executor.launch
 
-    def counted(self, *args):
-        calls.append(1)
-        return original(self, *args)
+    def counted(self):
+        launched = original(self)
+        calls.extend([1] * launched)
+        return launched
 
-    monkeypatch.setattr(sampler_module.Sampler, "_decode", counted)
+    monkeypatch.setattr(Executor, "launch", counted)
     chunks = []
     for seed in range(30):
         calls.clear()
         t = generate([small.PROMPTS[0]], small.keys_for([0], seed=seed))
         longest = int((t.length - t.prompt_length).max())
-        assert len(calls) == math.ceil(longest / small.ROLLOUT.chunk)
+        # The first token is the prefill's.
+        assert len(calls) == math.ceil((longest - 1) / small.ROLLOUT.chunk)
         chunks.append(len(calls))
-    assert min(chunks) < max(chunks) == math.ceil(NEW / small.ROLLOUT.chunk)
+    assert min(chunks) < max(chunks) == math.ceil((NEW - 1) / small.ROLLOUT.chunk)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])

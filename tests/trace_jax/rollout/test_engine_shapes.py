@@ -1,4 +1,4 @@
-"""The engine and the sampler are two ways to the same trajectories, to the bit."""
+"""Neither the size of pages nor who else has a slot matters: trajectories are the sampler's, to the bit."""
 
 import dataclasses
 
