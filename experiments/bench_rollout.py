@@ -11,8 +11,9 @@ host.
 
 `what=decode`: tokens a second over a full cache, at each precision's largest batch or at one batch for all
 (`throughput.batch`). `what=profile`: the kernels of its steps, on a GPU. `what=lengths`: continuous against static
-batches of responses of very different lengths. `what=record`: recording long responses in the engine beside not recording them.
-Runs with the same `out` make one table. Large caches need a process each, and XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+batches of responses of very different lengths. `what=record`: recording long responses in the engine beside not
+recording them. Runs with the same `out` make one table. Large caches need a process each, and
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 """
 
 import dataclasses
